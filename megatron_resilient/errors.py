@@ -1,0 +1,17 @@
+"""Named errors. Each message says what is wrong, where, and what to do about it."""
+
+
+class ResilientError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigError(ResilientError, ValueError):
+    """A flag, a file or a combination of both that cannot work; raised before any state changes."""
+
+
+class PatchError(ResilientError):
+    """A patch cannot be declared, applied or reverted."""
+
+
+class PatchDriftError(PatchError):
+    """Upstream code that a patch targets or relies on is not the code that was locked."""
