@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
 # `patches/` stands at the top of the tree, where a reader looks for it, and is installed as
 # megatron_resilient.patches; package_dir does that for wheels and for editable installs.
 PACKAGES = [
-    *find_namespace_packages(include=["megatron_resilient", "megatron_resilient.*"]),
+    *find_packages(include=["megatron_resilient", "megatron_resilient.*"]),
     "megatron_resilient.patches",
 ]
 

@@ -1,0 +1,1 @@
+"""All patches of upstream code, one file per patched upstream module."""
