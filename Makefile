@@ -1,0 +1,65 @@
+# Everything runs from .venv, which the first target that needs it creates.
+#   make demo PYTHON=/path/to/python3.12     when no Python >= 3.12 is found by itself
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SCRIPTS := .ci/run $(wildcard tools/*.sh examples/slurm/*.sbatch)
+
+# From fast to slow, so that what is wrong shows early.
+TEST_DIRS := $(wildcard $(addprefix tests/,unit patches gloo faults gpu))
+BENCHMARKS := $(wildcard benchmarks/bench_*.py)
+
+.PHONY: help venv install demo test test-fast lint bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: install
+
+install: $(STAMP)  ## create .venv with the package and its tools (PYTHON=... picks the Python)
+
+# The stamp is written last: an install that was killed is done again. A .venv of an older Python
+# is emptied, any other is only brought up to date.
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@rm -f $@
+	@if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+		python="$$(PYTHON='$(PYTHON)' tools/find_python.sh)"; \
+		echo "Creating $(VENV) with $$python"; \
+		"$$python" -m venv --clear $(VENV); \
+	fi
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,tools]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small MoE on real text, stop, resume, and report (minutes on two cores)
+	$(BIN)/python tools/demo.py
+
+# One thread a process: several ranks share the cores, and sums keep their order.
+test test-fast: export OMP_NUM_THREADS := 1
+
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest $(TEST_DIRS)
+
+test-fast: $(STAMP)  ## run the tests that need neither several processes, nor a GPU, nor patience
+	$(BIN)/python -m pytest -m 'not slow and not multiprocess and not gpu' $(TEST_DIRS)
+
+lint: $(STAMP)  ## check style, types, layers, patches and scripts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/megatron-resilient patches check
+	for script in $(SCRIPTS); do bash -n "$$script"; done
+
+bench: $(STAMP)  ## run the benchmarks, each against a peer in the same run
+	@test -n '$(BENCHMARKS)' || { echo 'no benchmarks/bench_*.py to run' >&2; exit 1; }
+	for benchmark in $(BENCHMARKS); do $(BIN)/python "$$benchmark"; done
+
+clean:  ## remove what builds, tests and the demo left (not .venv, not runs/)
+	rm -rf build dist *.egg-info demo_run .pytest_cache .hypothesis .mypy_cache .ruff_cache \
+		.import_linter_cache
+	find megatron_resilient patches tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
