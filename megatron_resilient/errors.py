@@ -15,3 +15,11 @@ class PatchError(ResilientError):
 
 class PatchDriftError(PatchError):
     """Upstream code that a patch targets or relies on is not the code that was locked."""
+
+
+class TelemetryError(ResilientError, ValueError):
+    """An event that cannot be written, or a file of events that cannot be read."""
+
+
+class CheckpointError(ResilientError):
+    """A checkpoint that cannot be written, or cannot be loaded into this model."""
