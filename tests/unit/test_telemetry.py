@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resilient.errors import TelemetryError
@@ -32,6 +32,7 @@ def as_json_has_it(value):
     return value
 
 
+@settings(deadline=None)
 @given(
     extra=st.dictionaries(
         st.text(min_size=1).filter(lambda name: name not in RESERVED | {"self", "message", "type"}),
@@ -168,6 +169,7 @@ def error_event(run_dir, message):
         log.emit("error", message=message)
 
 
+@settings(deadline=None)
 @given(cut=st.integers(min_value=1, max_value=1000))
 def test_an_unfinished_last_line_harms_no_other(cut):
     with tempfile.TemporaryDirectory() as run_dir:
