@@ -23,3 +23,7 @@ class TelemetryError(ResilientError, ValueError):
 
 class CheckpointError(ResilientError):
     """A checkpoint that cannot be written, or cannot be loaded into this model."""
+
+
+class DataError(ResilientError, ValueError):
+    """Training data that cannot be read or tokenised as asked."""

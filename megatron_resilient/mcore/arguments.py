@@ -1,0 +1,137 @@
+"""Command lines: Megatron's flags and ours in one parser, and one line for what is wrong."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from megatron_resilient import plugin
+from megatron_resilient.config import add_flags, config_from_args
+from megatron_resilient.errors import ConfigError
+from megatron_resilient.mcore import cpu
+
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def parse_and_validate(
+    original: Callable[..., argparse.Namespace],
+    extra_args_provider: Provider | None = None,
+    **options,
+) -> argparse.Namespace:
+    """Runs Megatron's `parse_and_validate_args` with our flags added.
+
+    Args:
+        original: Megatron's function.
+        extra_args_provider: the user's own, called after ours.
+        **options: passed on.
+
+    Raises:
+        ConfigError: a flag, ours or Megatron's, or a combination that cannot work. One line.
+    """
+
+    def provider(parser):
+        add_flags(parser)
+        if plugin.on_cpu():
+            cpu.set_defaults(parser)
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        # Megatron makes the parser itself and parses right after this call; a subclass in place
+        # is how our checks come before Megatron's without another patch.
+        parser.__class__ = _Parser
+        return parser
+
+    try:
+        return original(extra_args_provider=provider, **options)
+    except ConfigError:
+        raise
+    except (AssertionError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"Megatron refuses these flags: {_first_line(error)}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without a usage text of a thousand flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists all flags)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        parsed, unknown = super().parse_known_args(args, namespace)
+        check(parsed)
+        return parsed, unknown
+
+
+def check(args: argparse.Namespace) -> None:
+    """Checks parsed flags against each other, and the files they name, before any work begins.
+
+    Raises:
+        ConfigError: names the flag and what to do.
+    """
+    config_from_args(args)
+    if plugin.on_cpu():
+        cpu.refuse_gpu_features(args)
+    _check_layout(args)
+    _check_data_files(args)
+    if args.eval_interval is None and not args.full_validation:
+        raise ConfigError(
+            "--eval-interval is missing: Megatron needs it to size its validation data "
+            "(with --eval-iters 0 any number will do)"
+        )
+
+
+def _check_layout(args: argparse.Namespace) -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    dense = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if world % dense:
+        raise ConfigError(
+            f"{world} ranks cannot hold TP {args.tensor_model_parallel_size} x PP "
+            f"{args.pipeline_model_parallel_size} x CP {args.context_parallel_size}: start a "
+            f"multiple of {dense} ranks or make one of them smaller"
+        )
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    expert = expert_tp * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    if world % expert:
+        raise ConfigError(
+            f"{world} ranks cannot hold expert TP {expert_tp} x EP "
+            f"{args.expert_model_parallel_size} x PP {args.pipeline_model_parallel_size}: start a "
+            f"multiple of {expert} ranks or make one of them smaller"
+        )
+
+
+def _check_data_files(args: argparse.Namespace) -> None:
+    flags = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    for flag in flags:
+        for prefix in getattr(args, flag, None) or ():
+            if _is_weight(prefix) or "://" in prefix:
+                continue
+            for suffix in (".bin", ".idx"):
+                if not os.path.exists(prefix + suffix):
+                    raise ConfigError(
+                        f"--{flag.replace('_', '-')} {prefix}: there is no {prefix}{suffix}; "
+                        "`megatron-resilient prepare-data` makes both files from text"
+                    )
+    model = getattr(args, "tokenizer_model", None)
+    if model and os.sep in model and "://" not in model and not os.path.exists(model):
+        raise ConfigError(f"--tokenizer-model {model}: no such file")
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    if text:
+        return text.splitlines()[0]
+    # A bare assert: the condition itself is the best description there is.
+    frame = traceback.extract_tb(sys.exc_info()[2])[-1]
+    return f"{frame.line} ({os.path.basename(frame.filename)}:{frame.lineno})"

@@ -1,0 +1,59 @@
+"""Counts the tokens that each router sends to each logical expert."""
+
+import torch
+from torch import nn
+
+
+class ExpertLoad:
+    """Tokens per layer and logical expert since the last reading.
+
+    Counting is one addition per MoE layer and microbatch on the device: no copy to the host and no
+    communication before `take` is called.
+    """
+
+    def __init__(self, model_chunks: list[nn.Module]):
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self._routers = [
+            module
+            for chunk in model_chunks
+            for module in chunk.modules()
+            if isinstance(module, TopKRouter)
+        ]
+        self._routers.sort(key=lambda router: router.layer_number)
+        self._counts: dict[int, torch.Tensor] = {}
+        self._handles = [r.register_forward_hook(self._count) for r in self._routers]
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of the MoE layers on this rank, from 1, ascending."""
+        return [router.layer_number for router in self._routers]
+
+    def _count(self, router: nn.Module, inputs: tuple, output: tuple) -> None:
+        # A recomputed layer runs twice: first without gradients, then with. Evaluation runs in
+        # eval mode. What is left is each training token once.
+        if not (router.training and torch.is_grad_enabled()):
+            return
+        _, routing_map = output[:2]
+        tokens = routing_map.detach().sum(dim=0)
+        known = self._counts.get(router.layer_number)
+        self._counts[router.layer_number] = tokens if known is None else known + tokens
+
+    def take(self, group: "torch.distributed.ProcessGroup") -> dict[int, list[int]]:
+        """Returns {layer: tokens per expert} summed over `group` and starts anew.
+
+        Collective over `group`, whose ranks must hold the same layers. One all-reduce of
+        layers x experts int64.
+        """
+        if not self._counts:
+            return {}
+        layers = sorted(self._counts)
+        total = torch.stack([self._counts[layer] for layer in layers]).to(torch.int64)
+        torch.distributed.all_reduce(total, group=group)
+        self._counts.clear()
+        return dict(zip(layers, total.tolist(), strict=True))
+
+    def remove(self) -> None:
+        """Detaches the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,49 @@
+"""`run`: the user's main function, with one line for an error and an end to the record."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_resilient.errors import ConfigError, ResilientError
+
+DEBUG_VARIABLE = "MEGATRON_RESILIENT_DEBUG"
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Runs `main`, which parses the command line and calls Megatron's `pretrain`.
+
+    An error of ours ends the process with one line on stderr and a non-zero status: 2 for wrong
+    usage, 1 for anything else. MEGATRON_RESILIENT_DEBUG=1 shows the traceback as well. Other
+    exceptions pass through.
+    """
+    exit_code = 1
+    try:
+        main()
+        exit_code = 0
+    except SystemExit as stop:
+        exit_code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        raise
+    except ResilientError as error:
+        exit_code = 2 if isinstance(error, ConfigError) else 1
+        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            raise
+        _say(error)
+        sys.exit(exit_code)
+    finally:
+        _close_record(exit_code)
+
+
+def _say(error: ResilientError) -> None:
+    # Wrong usage is the same on every rank: one line per node is enough.
+    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    script = os.path.basename(sys.argv[0])
+    where = "" if isinstance(error, ConfigError) else f" rank {os.environ.get('RANK', '0')}:"
+    print(f"{script}:{where} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _close_record(exit_code: int) -> None:
+    hooks = sys.modules.get("megatron_resilient.mcore.train_hooks")
+    if hooks is not None:
+        hooks.close(exit_code)

@@ -1,0 +1,141 @@
+"""What one process knows about the run in progress, and what it writes into the run folder."""
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, get_tensorboard_writer
+from megatron.training.global_vars import get_wandb_writer
+
+from megatron_resilient import plugin
+from megatron_resilient.config import ResilientConfig, config_from_args
+from megatron_resilient.mcore.expert_load import ExpertLoad
+from megatron_resilient.patching import apply
+from megatron_resilient.telemetry import EventLog, write_summary
+
+DEFAULT_RUN_DIR = "resilient_run"
+_ARGUMENTS_OF_INTEREST = (
+    "hidden_size",
+    "moe_router_topk",
+    "moe_token_dispatcher_type",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "lr",
+    "seed",
+    "load",
+    "save",
+)
+
+
+def run_dir(config: ResilientConfig, args: Any) -> str:
+    """Returns the folder of events.jsonl: the flag, else the --save folder, else a fixed name."""
+    return config.telemetry.run_dir or args.save or DEFAULT_RUN_DIR
+
+
+@dataclass
+class RunRecord:
+    """Writes the events of this process. One per process and training run."""
+
+    log: EventLog
+    config: ResilientConfig
+    load: ExpertLoad
+    step: int = 0
+
+    @classmethod
+    def start(cls, model: list[torch.nn.Module]) -> "RunRecord":
+        """Opens the run folder and, on the last rank, writes `run_start`."""
+        args = get_args()
+        config = config_from_args(args)
+        folder = run_dir(config, args)
+        os.makedirs(folder, exist_ok=True)
+        record = cls(
+            log=EventLog(folder, rank=args.rank),
+            config=config,
+            load=ExpertLoad(model),
+            step=args.iteration,
+        )
+        if record.speaks:
+            record.write("run_start", **_facts(args))
+        return record
+
+    @property
+    def speaks(self) -> bool:
+        """The last rank has the loss, as in Megatron's log: it speaks for all."""
+        return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Appends one event of this process at the current step."""
+        self.log.emit(event, step=self.step, **fields)
+
+    def after_step(self, seconds: float, result: tuple, learning_rate: float | None) -> None:
+        """Records one `train_step`: its loss and speed, and now and then the expert loads."""
+        args = get_args()
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        self.step += 1
+        if self.speaks:
+            tokens = args.global_batch_size * args.seq_length
+            self.write(
+                "step",
+                loss={key: float(value) for key, value in losses.items()},
+                seconds=seconds,
+                tokens=tokens,
+                tokens_per_second=tokens / seconds,
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                learning_rate=learning_rate,
+                skipped=bool(skipped),
+            )
+        every = self.config.telemetry.expert_load_interval
+        if every and self.step % every == 0:
+            self._write_expert_load(every)
+
+    def _write_expert_load(self, steps: int) -> None:
+        # All ranks of one pipeline stage hold the same layers.
+        group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        loads = self.load.take(group)
+        if torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1:
+            for layer, tokens in loads.items():
+                self.write("expert_load", layer=layer, tokens=tokens, steps=steps)
+        if not self.speaks:
+            return
+        for layer, tokens in loads.items():
+            mean = sum(tokens) / len(tokens)
+            _plot(f"moe/load_imbalance_layer_{layer}", max(tokens) / mean if mean else 1, self.step)
+
+    def end(self, exit_code: int) -> None:
+        """Writes `run_end` and the summary, on the last rank."""
+        if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+            self.write("run_end", exit=exit_code)
+            write_summary(self.log.path.parent)
+        self.log.close()
+
+
+def _plot(name: str, value: float, step: int) -> None:
+    writer = get_tensorboard_writer()
+    if writer:
+        writer.add_scalar(name, value, step)
+    wandb = get_wandb_writer()
+    if wandb:
+        wandb.log({name: value}, step)
+
+
+def _facts(args: Any) -> dict[str, Any]:
+    return {
+        "world_size": args.world_size,
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "ep": args.expert_model_parallel_size,
+        "dp": args.data_parallel_size,
+        "num_experts": args.num_experts or 0,
+        "layers": args.num_layers,
+        "device": "cpu" if plugin.on_cpu() else torch.cuda.get_device_name(),
+        "versions": {
+            name: version(name) for name in ("megatron-resilient", "megatron-core", "torch")
+        },
+        "patch_digest": apply.applied_digest(),
+        "args": {name: getattr(args, name) for name in _ARGUMENTS_OF_INTEREST},
+    }

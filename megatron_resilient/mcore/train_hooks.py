@@ -1,0 +1,101 @@
+"""What runs around Megatron's own functions while it trains: the bodies of the `core` patches."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.training import get_args
+
+from megatron_resilient.errors import CheckpointError, ResilientError
+from megatron_resilient.mcore.run_record import RunRecord
+from megatron_resilient.patching import apply
+
+_record: RunRecord | None = None
+
+
+def record() -> RunRecord | None:
+    """Returns the record of the run in progress, None before the model is built."""
+    return _record
+
+
+def close(exit_code: int) -> None:
+    """Ends the record of the run in progress, if there is one."""
+    global _record
+    if _record is not None:
+        _record.end(exit_code)
+        _record = None
+
+
+def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+    """Runs `setup_model_and_optimizer`; before it ranks compare patches, after it recording starts.
+
+    Raises:
+        PatchError: ranks run different patches or upstream code.
+    """
+    global _record
+    _check_same_patches()
+    model, optimizer, scheduler = original(*args, **kwargs)
+    _record = RunRecord.start(model)
+    return model, optimizer, scheduler
+
+
+def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+    """Runs one training step and records it."""
+    start = time.perf_counter()
+    result = original(*args, **kwargs)
+    seconds = time.perf_counter() - start
+    if _record is not None:
+        optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
+        _record.after_step(seconds, result, _learning_rate(optimizer))
+    return result
+
+
+def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Saves; how long training stood still for it goes into the record."""
+    asynchronous = bool(get_args().async_save)
+    if _record is not None and _record.speaks:
+        _record.write("checkpoint_save_start", iteration=iteration, asynchronous=asynchronous)
+    start = time.perf_counter()
+    result = original(iteration, *args, **kwargs)
+    stall = time.perf_counter() - start
+    if _record is not None and _record.speaks:
+        _record.write(
+            "checkpoint_saved",
+            iteration=iteration,
+            path=get_args().save,
+            asynchronous=asynchronous,
+            stall_seconds=stall,
+        )
+    return result
+
+
+def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwargs: Any) -> tuple:
+    """Loads.
+
+    Raises:
+        CheckpointError: what is there is not this model's, or damaged; one line.
+    """
+    folder = get_args().load or get_args().pretrained_checkpoint
+    try:
+        return original(*args, **kwargs)
+    except ResilientError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"--load {folder}: the checkpoint cannot be loaded into this model: {reason}"
+        ) from error
+
+
+def _check_same_patches() -> None:
+    digests: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(digests, apply.applied_digest())
+    apply.check_same_digest([str(digest) for digest in digests])
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    for group in optimizer.param_groups:
+        if not group.get("is_decoupled_lr", False):
+            return float(group["lr"])
+    return None
