@@ -1,19 +1,14 @@
 """The kinds of events and their fields: what a writer must give and a reader may rely on."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_resilient.errors import TelemetryError
-from megatron_resilient.telemetry.values import is_number
+from megatron_resilient.telemetry.values import is_finite_number, is_number
 
 
 def _is_int(value: object) -> bool:
-    return type(value) is int
-
-
-def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _is_counts(value: object) -> bool:
@@ -32,7 +27,7 @@ def _is_numbers_by_name(value: object) -> bool:
 TYPES: dict[str, Callable[[object], bool]] = {
     "int": _is_int,
     "int or null": lambda value: value is None or _is_int(value),
-    "finite number": _is_finite,
+    "finite number": is_finite_number,
     "number": is_number,
     "number or null": lambda value: value is None or is_number(value),
     "text": lambda value: isinstance(value, str),
@@ -117,7 +112,7 @@ _KINDS = (
             Field("tokens", "int", "tokens that the whole job trained on", required=True),
             Field("tokens_per_second", "number", "of the whole job; default tokens / seconds"),
             Field("grad_norm", "number or null", "norm of the gradients before clipping"),
-            Field("learning_rate", "number", "learning rate of the step"),
+            Field("learning_rate", "number or null", "learning rate of the step"),
             Field("skipped", "true or false", "the update was left out (non-finite gradients)"),
         ),
         needs_step=True,

@@ -1,6 +1,7 @@
 """Values as they stand in JSON: what it has no number for is text, `nan`, `inf` or `-inf`."""
 
 import math
+import sys
 from typing import Any
 
 NON_FINITE = frozenset({"nan", "inf", "-inf"})
@@ -41,7 +42,14 @@ def number(value: float | str) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value read from JSON stands for a number."""
+    """Whether a value read from JSON stands for a number that a float can hold."""
     if isinstance(value, str):
         return value in NON_FINITE
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or is_finite_number(value)
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether a value read from JSON is a number, and finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max

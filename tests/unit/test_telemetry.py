@@ -228,6 +228,8 @@ WHOLE = '{"time": 1, "event": "failure", "step": 1, "generation": 0, "rank": 0}'
         (b"[" * 200_000, "not a JSON object"),
         (WHOLE.replace("1,", "NaN,", 1).encode(), "NaN is not JSON"),
         (WHOLE.replace("1,", "1e999,", 1).encode(), "'time' must be finite number"),
+        (WHOLE.replace("1,", "1" + "0" * 400 + ",", 1).encode(), "'time' must be finite number"),
+        (WHOLE.replace('"step": 1', f'"step": {2**63}').encode(), "'step' must be int or null"),
         (b'{"time": 1, "event": "failure", "step": 1, "generation": 0}', "'rank'"),
         (WHOLE.replace("failure", "step").encode(), "step needs the field 'loss'"),
     ],
