@@ -39,9 +39,9 @@ def as_json_has_it(value):
         JSON_VALUES,
         max_size=4,
     ),
-    step=st.none() | st.integers(min_value=0),
-    rank=st.none() | st.integers(min_value=0),
-    generation=st.integers(min_value=0),
+    step=st.none() | st.integers(min_value=0, max_value=2**63 - 1),
+    rank=st.none() | st.integers(min_value=0, max_value=2**63 - 1),
+    generation=st.integers(min_value=0, max_value=2**63 - 1),
 )
 def test_what_is_written_is_read(extra, step, rank, generation):
     with tempfile.TemporaryDirectory() as run_dir:
