@@ -120,6 +120,17 @@ def _requirements(machine: Machine) -> Iterator[Finding]:
             )
 
 
+def _lock(machine: Machine) -> Iterator[Finding]:
+    for upstream, locked in sorted(machine.locked.items()):
+        installed = machine.versions.get(upstream)
+        if installed is not None and Version(installed).public != Version(locked).public:
+            yield Finding(
+                "note",
+                f"{upstream} is {installed}, the patches were locked against {locked}",
+                "megatron-resilient patches check tells whether the code in question differs",
+            )
+
+
 def _nvrx(machine: Machine) -> Iterator[Finding]:
     installed = machine.versions.get(NVRX)
     if installed is not None and Version(installed) < Version(OLDEST_NVRX):
@@ -211,6 +222,7 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
 RULES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     _python,
     _requirements,
+    _lock,
     _nvrx,
     _apex,
     _torch,

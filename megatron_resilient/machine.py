@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from megatron_resilient.patching.apply import lock_file
+from megatron_resilient.patching.lock import Lock
+
 DISTRIBUTION = "megatron-resilient"
 ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 
@@ -71,6 +74,7 @@ class Machine:
         versions: installed version by canonical distribution name.
         requirements: requirement strings of this package, extras included; None when it runs from
             a tree that was not installed.
+        locked: per upstream distribution the version from which patches.lock was written.
         torch: see `Torch`.
         driver: version of the loaded NVIDIA kernel driver, None without one.
         shared_memory_bytes: size of /dev/shm, None where there is none.
@@ -80,6 +84,7 @@ class Machine:
     python: tuple[int, int, int]
     versions: Mapping[str, str]
     requirements: tuple[str, ...] | None
+    locked: Mapping[str, str] = field(default_factory=dict)
     torch: Torch = Torch()
     driver: str | None = None
     shared_memory_bytes: int | None = None
@@ -89,10 +94,12 @@ class Machine:
 def inspect_machine() -> Machine:
     """Looks at this machine; takes as long as one import of torch in a fresh process."""
     shared_memory = Path("/dev/shm")
+    requirements = own_requirements()
     return Machine(
         python=sys.version_info[:3],
         versions=installed_versions(),
-        requirements=own_requirements(),
+        requirements=requirements,
+        locked=locked_versions() if requirements is not None else {},
         torch=probe_torch(),
         driver=driver_version(Path("/proc/driver/nvidia/version")),
         shared_memory_bytes=(
@@ -124,6 +131,16 @@ def own_requirements() -> tuple[str, ...] | None:
         return tuple(metadata.requires(DISTRIBUTION) or ())
     except metadata.PackageNotFoundError:
         return None
+
+
+def locked_versions() -> dict[str, str]:
+    """Returns the upstream versions from which patches.lock was written.
+
+    Raises:
+        PatchError: the file is missing or damaged.
+    """
+    lock = Lock.read(lock_file())
+    return {target.upstream: target.version for target in lock.targets.values()}
 
 
 def probe_torch(python: str = sys.executable, timeout_seconds: float = 120) -> Torch:

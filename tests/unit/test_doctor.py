@@ -27,6 +27,7 @@ GOOD = Machine(
         'transformer-engine[pytorch]>=2.9; extra == "gpu"',
         'nvidia-resiliency-ext>=0.6; extra == "nvrx"',
     ),
+    locked={"megatron-core": "0.19.2", "torch": "2.11.0"},
     torch=Torch(cuda="13.0"),
     shared_memory_bytes=16 << 30,
 )
@@ -56,6 +57,11 @@ def test_nothing_is_wrong_with_a_good_machine():
         (installed(megatron_core="0.20.0"), "bad", "megatron-core 0.20.0 is outside"),
         (installed(megatron_core="0.18.1"), "bad", "megatron-core 0.18.1 is outside"),
         (installed(torch="2.9.1"), "bad", "torch 2.9.1 is outside"),
+        (
+            installed(megatron_core="0.19.1"),
+            "note",
+            "megatron-core is 0.19.1, the patches were locked against 0.19.2",
+        ),
         (
             replace(GOOD, versions={"torch": "2.11.0"}),
             "bad",
@@ -99,7 +105,8 @@ def test_a_rule_speaks(machine, severity, says):
     "machine",
     [
         installed(nvidia_resiliency_ext="0.6.0"),
-        installed(torch="2.12.0a0+5c3f1b7.nv26.06"),  # NVIDIA's containers
+        replace(installed(torch="2.12.0a0+5c3f1b7.nv26.06"), locked={}),  # NVIDIA's containers
+        installed(torch="2.11.0+cpu"),  # the same release, built otherwise
         installed(apex="0.1"),
         installed(transformer_engine="2.9.0"),
         with_gpus(HOPPER, CUDA_DEVICE_MAX_CONNECTIONS="1"),
@@ -149,6 +156,19 @@ def test_a_torch_that_breaks_is_reported(tmp_path, body, error):
     assert error in probe_torch(str(python), timeout_seconds=0.2 if "sleep" in body else 30).error
 
 
+def test_what_torch_says_is_taken_over(tmp_path):
+    python = tmp_path / "python"
+    said = {
+        "cuda": "13.0",
+        "architectures": ["sm_90"],
+        "gpus": [{"name": "H200", "capability": [9, 0], "memory_bytes": 140 << 30}],
+        "complaint": None,
+    }
+    python.write_text(f"#!/bin/sh\necho a greeting of some plugin\necho '{json.dumps(said)}'\n")
+    python.chmod(0o755)
+    assert probe_torch(str(python)) == Torch(cuda="13.0", architectures=("sm_90",), gpus=(HOPPER,))
+
+
 @pytest.mark.parametrize(
     ("report", "version"),
     [
@@ -170,6 +190,7 @@ def test_this_machine_is_seen_as_it_is():
     assert seen.versions["megatron-core"] == metadata.version("megatron-core")
     assert seen.torch.error is None
     assert any(text.startswith("megatron-core") for text in seen.requirements)
+    assert set(seen.locked) == {"megatron-core", "torch"}
     assert can_train(examine(seen))
 
 
