@@ -172,9 +172,11 @@ def _default_generators(original):
     return Generators((torch.default_generator,))
 
 
-def _cuda(name, make, reason, bound_in=()):
+def _cuda(name: str, make, reason: str, bound_in=()) -> Patch:
+    short = name.rpartition(":")[2]
+    kind = "-class" if short[0].isupper() else ""
     return Patch(
-        id=f"cpu.cuda-{name.rsplit(':')[-1].replace('.', '-').replace('_', '-').strip('-').lower()}",
+        id=f"cpu.cuda-{short.strip('_').replace('_', '-').lower()}{kind}",
         group="cpu",
         target=name if ":" in name else f"torch.cuda:{name}",
         kind="replace",

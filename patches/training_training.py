@@ -22,7 +22,7 @@ def _hooked(name: str):
     return make
 
 
-def _core(name: str, target: str, hook: str, reason: str, no_seam: str, bound_in=()) -> Patch:
+def _core(name: str, target: str, hook: str, reason: str, no_seam: str, bound_in=(), after=()):
     return Patch(
         id=f"core.{name}",
         group="core",
@@ -34,6 +34,7 @@ def _core(name: str, target: str, hook: str, reason: str, no_seam: str, bound_in
         upstream="megatron-core",
         versions=MEGATRON,
         bound_in=bound_in,
+        after=after,
         removable_when="pretrain() offers callbacks at these points.",
     )
 
@@ -69,5 +70,6 @@ PATCHES = (
         "A checkpoint that does not fit ends in a traceback per rank; here, in one line.",
         "load_checkpoint has no hook.",
         bound_in=("megatron.training.training:load_checkpoint",),
+        after=("fixes.load-checkpoint",),
     ),
 )

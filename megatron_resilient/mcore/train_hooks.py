@@ -27,6 +27,14 @@ def close(exit_code: int) -> None:
         _record = None
 
 
+def forget() -> None:
+    """Drops the record without ending it: the same run goes on, or its end is written already."""
+    global _record
+    if _record is not None:
+        _record.log.close()
+        _record = None
+
+
 def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Runs `setup_model_and_optimizer`; before it ranks compare patches, after it recording starts.
 

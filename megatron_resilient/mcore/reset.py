@@ -1,0 +1,45 @@
+"""Brings a process back to where it was before Megatron was set up, so that it can begin anew.
+
+`pretrain()` may then be called again in the same process, for another world or other flags.
+"""
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def reset_megatron(model_chunks: Iterable[nn.Module] = ()) -> None:
+    """Drops Megatron's global state, its process groups, and the model.
+
+    Local: no collective is called, so it also works when peers are gone. Nothing of the old model
+    may be used afterwards.
+
+    Args:
+        model_chunks: the DDP-wrapped chunks that `setup_model_and_optimizer` returned.
+    """
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training.training import destroy_global_state
+
+    from megatron_resilient.mcore import train_hooks
+
+    train_hooks.forget()
+    for chunk in model_chunks:
+        # Dispatchers keep the last autograd graph, the graph keeps DDP's hooks, and these keep
+        # DDP: a cycle through C++ that the garbage collector cannot see.
+        chunk.__dict__.clear()
+    _release_autograd_queue()
+    destroy_moe_metrics_tracker()
+    destroy_global_state()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()
+
+
+def _release_autograd_queue() -> None:
+    """Runs a trivial backward pass.
+
+    After an exception in backward the engine's ready queue keeps that graph until the next run.
+    """
+    torch.ones(1, requires_grad=True).sum().backward()

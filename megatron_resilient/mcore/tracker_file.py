@@ -1,0 +1,69 @@
+"""The file that names the newest checkpoint: latest_checkpointed_iteration.txt."""
+
+import os
+import re
+
+from megatron.training import get_args
+
+from megatron_resilient.errors import CheckpointError
+
+_NAME = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_\d{7,}")
+
+
+def check(path: str) -> None:
+    """Checks that a tracker file holds an iteration number or `release`.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    if "://" in path:
+        return  # object storage: Megatron's own reader has the client
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read().strip()
+    if not (text.isascii() and text.isdigit()) and text != "release":
+        raise CheckpointError(
+            f"{path} holds {text[:40]!r}, not an iteration: write the number of the newest whole "
+            f"checkpoint into it ({_found(os.path.dirname(path))})"
+        )
+
+
+def check_load_folder(load_arg: str) -> None:
+    """Checks that a folder to load from has a checkpoint, or is the empty start of a new run.
+
+    Args:
+        load_arg: name of the argument that holds the folder, as in `load_checkpoint`.
+
+    Raises:
+        CheckpointError: training would start from random weights although it was told to load.
+    """
+    args = get_args()
+    folder = getattr(args, load_arg)
+    if folder is None or "://" in folder or args.non_persistent_ckpt_type is not None:
+        return
+    has_tracker = os.path.isfile(os.path.join(folder, _NAME))
+    if has_tracker or args.ckpt_step is not None or args.pretrained_checkpoint is not None:
+        return
+    flag = "--" + load_arg.replace("_", "-")
+    if _checkpoints(folder):
+        raise CheckpointError(
+            f"{flag} {folder}: checkpoints without {_NAME} ({_found(folder)}): write the number of "
+            "the newest whole one into it, or pass --ckpt-step"
+        )
+    first_start = args.save is not None and os.path.abspath(args.save) == os.path.abspath(folder)
+    if args.exit_on_missing_checkpoint or not first_start:
+        raise CheckpointError(
+            f"{flag} {folder}: there is no checkpoint; drop {flag} to start from random weights "
+            "(only where --save names the same folder is an empty one taken as a first start)"
+        )
+
+
+def _checkpoints(folder: str) -> list[str]:
+    if not os.path.isdir(folder):
+        return []
+    return sorted(name for name in os.listdir(folder) if _ITERATION.fullmatch(name))
+
+
+def _found(folder: str) -> str:
+    found = _checkpoints(folder)
+    return f"found here: {', '.join(found[-3:])}" if found else "no iter_* folder is here"
