@@ -99,7 +99,9 @@ def _show(report: dict[str, Any]) -> None:
         findings.add_row(f"[{colour}]{finding['severity']}[/]", text)
 
     console = Console(highlight=False)
-    console.print(facts, "", packages, "", findings, "", sep="\n")
+    console.print(facts, "", packages, "", sep="\n")
+    if report["findings"]:
+        console.print(findings, "", sep="\n")
     if report["can_train"]:
         console.print(f"[green]This machine can train, on {report['device']['kind']}.[/]")
     else:
