@@ -78,7 +78,7 @@ def _check(args: argparse.Namespace) -> int:
     for finding in bad:
         print(summary(finding))
         if has_diff(finding):
-            print(diff(finding))
+            print(diff(finding), end="")
     for problem in problems:
         print(problem)
     upstreams = ", ".join(f"{name} {version}" for name, version in _versions(findings).items())
@@ -103,7 +103,7 @@ def _diff(args: argparse.Namespace) -> int:
     for finding in changed:
         print(summary(finding))
         if has_diff(finding):
-            print(diff(finding) if copy is None else full_diff(finding, copy))
+            print(diff(finding) if copy is None else full_diff(finding, copy), end="")
     if not changed:
         print("no difference", file=sys.stderr)
     return 1 if changed else 0

@@ -48,15 +48,16 @@ def _undeclared(registry: Registry, tree: SourceTree) -> Iterator[str]:
         if home is not None and len(home.path) == 1:
             owners.setdefault(home.target, []).append(patch)
     for alias, home_target in _aliases(registry.alias_roots, owners.keys(), tree):
-        if str(alias) not in declared and alias != home_target:
+        if str(alias) not in declared:
             ids = ", ".join(patch.id for patch in owners[home_target])
-            yield f"{ids}: {alias} is {home_target} by an import; add it to bound_in"
+            yield f"{ids}: {alias} holds what {home_target} defines; add it to bound_in"
 
 
 def _aliases(
     roots: Collection[str], homes: Collection[Target], tree: SourceTree
 ) -> Iterator[tuple[Target, Target]]:
-    """Yields (alias, home) for each module-level import below `roots` that leads to a home."""
+    """Yields (name, home) for each home and each module-level import of one, below `roots`."""
+    yield from ((home, home) for home in homes if home.root in roots)
     texts = {
         name: file.read_text(encoding="utf-8") for root in roots for name, file in tree.files(root)
     }

@@ -16,6 +16,7 @@ from megatron_resilient.patching.changes import Changes
 from megatron_resilient.patching.lock import Lock
 from megatron_resilient.patching.registry import GROUPS, Registry
 from megatron_resilient.patching.report import drift_message, summary
+from megatron_resilient.patching.sites import Site
 from megatron_resilient.patching.source import SourceTree
 from megatron_resilient.patching.target import Target
 from megatron_resilient.patching.verify import Finding, verify
@@ -50,6 +51,9 @@ class _Active:
 
 
 _active: _Active | None = None
+# What Megatron's modules imported from one another while patches were in force. Those modules stay
+# loaded after disable(), so the next enable() has to reach them.
+_late_aliases: list[Site] = []
 
 
 def enable(
@@ -99,9 +103,10 @@ def enable(
             if patch.id not in allowed:
                 changes.refuse_other_code(patch, tree.definition(Target.parse(patch.target)))
             changes.apply(patch, registry.aliases(patch.target))
+        changes.rebind(_late_aliases)
         changes.refuse_undeclared_aliases(registry.alias_roots)
     except BaseException:
-        changes.revert()
+        _late_aliases.extend(changes.revert())
         raise
     ids = tuple(patch.id for patch in patches)
     applied = AppliedSet(wanted, ids, _digest(findings), drifted)
@@ -114,7 +119,7 @@ def disable() -> None:
     global _active
     if _active is not None:
         active, _active = _active, None
-        active.changes.revert()
+        _late_aliases.extend(active.changes.revert())
 
 
 @contextmanager

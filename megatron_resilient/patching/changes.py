@@ -12,6 +12,10 @@ from megatron_resilient.patching.sites import MISSING, Site, sites_holding
 from megatron_resilient.patching.source import Definition
 from megatron_resilient.patching.target import Target
 
+# Equal values of these types can be one object, so holding it does not mean being an alias.
+_SHARED = (type(None), int, float, complex, str, bytes, tuple, frozenset)
+_SHOWN = 5  # of many undeclared aliases: they have one cause
+
 
 class Changes:
     """What was done to upstream.
@@ -23,10 +27,11 @@ class Changes:
     def __init__(self, roots: Collection[str]) -> None:
         self._roots = roots
         self._undo: list[tuple[Site, Any]] = []
-        # By id, because objects need not be hashable. Both sides are kept alive here, so that no
-        # id is used again. Of a static or class method both it and its function are noted.
+        # By id, because objects need not be hashable; all are kept alive, so that no id is used
+        # again. Of a static or class method both it and its function are noted.
         self._replaced: dict[int, tuple[str, Any, Any]] = {}  # id(original): (patch id, it, new)
         self._original_of: dict[int, Any] = {}  # id(new): original
+        self._kept: list[Any] = []
 
     def apply(self, patch: Patch, aliases: Iterable[str]) -> None:
         """Replaces the target of `patch`, and those of its aliases that are loaded.
@@ -50,9 +55,11 @@ class Changes:
         for alias in aliases:
             self._apply_alias(patch, Target.parse(alias), swaps)
         for before, after in swaps:
-            if method or callable(before):  # constants are shared by all who use the same value
+            if not isinstance(before, _SHARED):
                 self._replaced[id(before)] = (patch.id, before, after)
+            if not isinstance(after, _SHARED):
                 self._original_of[id(after)] = before
+                self._kept.append(after)
 
     def refuse_other_code(self, patch: Patch, definition: Definition | None) -> None:
         """Checks that the target in memory is the verified source, not someone else's patch.
@@ -85,29 +92,40 @@ class Changes:
             PatchError: one does; it names the patch and the attribute.
         """
         found = [
-            (self._replaced[id(value)][0], site)
+            f"patch {self._replaced[id(value)][0]}: {site} still holds the original"
             for site, value in sites_holding(self._replaced.keys(), {*roots, "__main__"})
         ]
         if found:
-            lines = (
-                f"patch {patch_id}: {site} still holds the original; "
-                + (
-                    "import it after enable()"
-                    if str(site).startswith("__main__:")
-                    else f'add "{site}" to bound_in'
-                )
-                for patch_id, site in found
+            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise PatchError(
+                "\n".join(found[:_SHOWN])
+                + more
+                + "\nCall enable() before these are imported; if it was, add them to bound_in"
             )
-            raise PatchError("\n".join(lines))
 
-    def revert(self) -> None:
-        """Restores every attribute, and the aliases that upstream modules have bound since."""
+    def revert(self) -> list[Site]:
+        """Restores every attribute, and the aliases that upstream modules have bound since.
+
+        Returns:
+            Those aliases, for `rebind` to patch again.
+        """
         for site, before in reversed(self._undo):
             site.set(before)
-        for site, value in list(sites_holding(self._original_of.keys(), self._roots)):
+        late = list(sites_holding(self._original_of.keys(), self._roots))
+        for site, value in late:
             while id(value) in self._original_of:
                 value = self._original_of[id(value)]
             site.set(value)
+        return [site for site, _ in late]
+
+    def rebind(self, sites: Iterable[Site]) -> None:
+        """Patches aliases again that an earlier `revert` restored."""
+        for site in sites:
+            value = site.own()
+            while id(value) in self._replaced:
+                value = self._replaced[id(value)][2]
+            if value is not site.own():
+                self._set(site, value)
 
     def _make(self, patch: Patch, original: Any) -> Any:
         try:
@@ -116,7 +134,9 @@ class Changes:
             raise PatchError(f"patch {patch.id}: make() failed: {error!r}") from error
         if new is None or new is original:
             raise PatchError(f"patch {patch.id}: make() returned {new!r}, which replaces nothing")
-        if callable(original) and (id(new) in self._original_of or self._is_upstream(new)):
+        if not isinstance(new, _SHARED) and (
+            id(new) in self._original_of or self._is_upstream(new)
+        ):
             raise PatchError(
                 f"patch {patch.id}: make() returned {new!r}, which stands elsewhere too; return "
                 "an object of its own, or revert could not tell the two apart"

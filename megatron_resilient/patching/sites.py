@@ -75,7 +75,8 @@ def sites_holding(ids: Collection[int], roots: Collection[str]) -> Iterator[tupl
         for name, value in list(vars(module).items()):
             if id(value) in ids:
                 yield Site(module, name), value
-            if isinstance(value, type) and value.__module__ == module_name:
+            # Not isinstance, which asks instances for their __class__; some warn when touched.
+            if issubclass(type(value), type) and value.__module__ == module_name:
                 for attribute, inner in list(vars(value).items()):
                     if id(inner) in ids:
                         yield Site(value, attribute), inner

@@ -49,11 +49,16 @@ def verify(
 ) -> tuple[Finding, ...]:
     """Returns one finding per patch of `groups` and per reliance, in order of declaration."""
     subjects: list[Patch | Reliance] = [p for p in registry.patches if p.group in groups]
-    return tuple(_examine(each, lock, tree) for each in (*subjects, *registry.reliances))
+    versions = {name: installed_version(name) for name in registry.upstreams}
+    return tuple(
+        _examine(each, versions[each.upstream], lock, tree)
+        for each in (*subjects, *registry.reliances)
+    )
 
 
-def _examine(subject: Patch | Reliance, lock: Lock, tree: SourceTree) -> Finding:
-    version = installed_version(subject.upstream)
+def _examine(
+    subject: Patch | Reliance, version: str | None, lock: Lock, tree: SourceTree
+) -> Finding:
     if version is None:
         return Finding(subject, "missing", f"{subject.upstream} is not installed")
     definition = tree.definition(Target.parse(subject.target))
