@@ -66,7 +66,8 @@ class RunSummary:
     def from_events(cls, events: Iterable[Event]) -> "RunSummary":
         """Returns the summary of `events`, given in the order in which they were written."""
         events = list(events)
-        done, lost = _replay(events)
+        done, rollbacks = replay(events)
+        lost = [event for rollback in rollbacks for event in rollback]
         losses: dict[int, float] = {}
         auxiliary: dict[str, dict[int, float]] = {}
         for step, event in sorted(done.items()):
@@ -127,17 +128,18 @@ def write_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
     return summary
 
 
-def _replay(events: list[Event]) -> tuple[dict[int, Event], list[Event]]:
+def replay(events: Iterable[Event]) -> tuple[dict[int, Event], list[list[Event]]]:
     """Follows training through its roll-backs.
 
     An attempt is what one job does in one generation. Its first step says where it went on from:
     whatever an earlier attempt did from there on is rolled back.
 
     Returns:
-        (step -> the event of each step that is done in the end, the events of lost steps).
+        (step -> the event of each step that is done in the end, and for each roll-back the events
+        of the steps that it lost, ascending).
     """
     done: dict[int, Event] = {}
-    lost: list[Event] = []
+    rollbacks: list[list[Event]] = []
     job, attempt = 0, (0, 0)
     for event in events:
         if event["event"] == "run_start":
@@ -149,10 +151,10 @@ def _replay(events: list[Event]) -> tuple[dict[int, Event], list[Event]]:
             continue  # a writer that has not yet noticed that its generation is over
         if this > attempt:
             attempt = this
-            rolled_back = [step for step in done if step >= event["step"]]
-            lost += [done.pop(step) for step in rolled_back]
+            if rolled_back := sorted(step for step in done if step >= event["step"]):
+                rollbacks.append([done.pop(step) for step in rolled_back])
         done[event["step"]] = event
-    return done, lost
+    return done, rollbacks
 
 
 def _tokens_per_second(events: list[Event]) -> float | None:

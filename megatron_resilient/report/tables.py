@@ -1,0 +1,174 @@
+"""The tables of the page."""
+
+import json
+from collections.abc import Callable, Iterable
+
+from megatron_resilient.report.content import Column, Table
+from megatron_resilient.report.plot_events import phases_of, timeline_events
+from megatron_resilient.report.run import Run
+from megatron_resilient.report.text import duration, in_bytes, moment
+from megatron_resilient.telemetry import COMMON, Event, number
+
+MAX_ROWS = 500
+_COMMON_NAMES = frozenset(entry.name for entry in COMMON)
+
+
+def jobs_table(run: Run) -> Table:
+    """Lists the jobs of the run."""
+    return _table(
+        "Jobs",
+        (
+            Column("started", "name"),
+            Column("ran for"),
+            Column("ranks"),
+            Column("first step"),
+            Column("last step"),
+            Column("exit", "name"),
+        ),
+        run.summary.segments,
+        lambda job: (
+            moment(job["start_time"]),
+            duration(job["end_time"] - job["start_time"]),
+            f"{job['world_size']:,}",
+            _step(job["first_step"]),
+            _step(job["last_step"]),
+            "no end written" if job["exit"] is None else str(job["exit"]),
+        ),
+    )
+
+
+def recoveries_table(run: Run) -> Table:
+    """Lists the recoveries with the seconds of each phase."""
+    phases = phases_of(run)
+    return _table(
+        "Recoveries",
+        (
+            Column("time", "name"),
+            Column("step"),
+            Column("generation"),
+            Column("ranks after"),
+            Column("state from", "name"),
+            Column("total"),
+            *(Column(phase.replace("_", " ")) for phase in phases),
+        ),
+        run.summary.recoveries,
+        lambda one: (
+            moment(one["time"]),
+            _step(one["step"]),
+            str(one["generation"]),
+            f"{one['world_size']:,}" if "world_size" in one else "",
+            str(one.get("source", "")),
+            _seconds(one["total_seconds"]),
+            *(_seconds(one["seconds"].get(phase)) for phase in phases),
+        ),
+    )
+
+
+def checkpoints_table(run: Run) -> Table:
+    """Lists the saves."""
+    return _table(
+        "Checkpoints",
+        (
+            Column("time", "name"),
+            Column("step"),
+            Column("stall"),
+            Column("complete after"),
+            Column("size"),
+            Column("kind", "name"),
+            Column("path", "text"),
+        ),
+        run.summary.checkpoints,
+        lambda save: (
+            moment(save["time"]),
+            _step(save["step"]),
+            _seconds(save["stall_seconds"]),
+            _seconds(save["seconds"]),
+            in_bytes(save["bytes"]) if "bytes" in save else "",
+            {True: "asynchronous", False: "synchronous", None: ""}[save.get("asynchronous")],
+            save["path"],
+        ),
+        folded=len(run.summary.checkpoints) > 12,
+    )
+
+
+def errors_table(run: Run) -> Table:
+    """Lists the errors."""
+    return _table(
+        "Errors",
+        (
+            Column("time", "name"),
+            Column("step"),
+            Column("writer", "name"),
+            Column("type", "name"),
+            Column("message", "text"),
+        ),
+        run.summary.errors,
+        lambda error: (
+            moment(error["time"]),
+            _step(error["step"]),
+            _writer(error),
+            str(error.get("type", "")),
+            error["message"],
+        ),
+    )
+
+
+def events_table(run: Run) -> Table:
+    """Lists the events of the timeline with all their fields."""
+    events = timeline_events(run)
+    return _table(
+        f"All {len(events):,} events of the timeline",
+        (
+            Column("time", "name"),
+            Column("step"),
+            Column("generation"),
+            Column("writer", "name"),
+            Column("event", "name"),
+            Column("fields", "text"),
+        ),
+        events,
+        lambda event: (
+            moment(event["time"]),
+            _step(event["step"]),
+            str(event["generation"]),
+            _writer(event),
+            event["event"].replace("_", " "),
+            _fields(event),
+        ),
+        folded=True,
+    )
+
+
+def _table(
+    caption: str,
+    columns: tuple[Column, ...],
+    entries: Iterable[Event],
+    row: Callable[[Event], tuple[str, ...]],
+    folded: bool = False,
+) -> Table:
+    entries = list(entries)
+    shown = entries[-MAX_ROWS:]
+    return Table(
+        caption, columns, [row(entry) for entry in shown], len(entries) - len(shown), folded
+    )
+
+
+def _step(step: int | None) -> str:
+    return "" if step is None else f"{step:,}"
+
+
+def _seconds(seconds: float | str | None) -> str:
+    return "" if seconds is None else duration(number(seconds))
+
+
+def _writer(event: Event) -> str:
+    rank = "" if event["rank"] is None else f"rank {event['rank']}"
+    return " ".join(filter(None, (rank, event.get("node"))))
+
+
+def _fields(event: Event) -> str:
+    return "\n".join(
+        f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for name, value in event.items()
+        if name not in _COMMON_NAMES
+    )
