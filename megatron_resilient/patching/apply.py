@@ -115,7 +115,10 @@ def enable(
 
 
 def disable() -> None:
-    """Takes all patches back; every attribute holds again the object that it held before."""
+    """Takes all patches back: every upstream attribute holds the object that it held before.
+
+    What other modules imported from upstream in the meantime stays patched.
+    """
     global _active
     if _active is not None:
         active, _active = _active, None
