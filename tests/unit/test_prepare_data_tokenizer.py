@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resilient import text_tokenizer
@@ -71,6 +71,7 @@ def test_the_tokenizer_has_learnt_from_the_text(model):
     assert tokenizer.encode("        return", out_type=str) == ["▁▁▁▁▁▁▁▁", "return"]
 
 
+@settings(deadline=None)  # a busy machine is no error
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=8), st.booleans())
 def test_documents_survive(tmp_path_factory, model, texts, append):
     path = tmp_path_factory.mktemp("documents") / "a.jsonl"
