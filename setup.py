@@ -33,6 +33,7 @@ setup(
         "numpy",
         "scipy",
         "packaging",
+        "psutil",  # Megatron's checkpoint writer needs it and does not say so
         "rich",
         "safetensors",
     ],

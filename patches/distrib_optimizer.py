@@ -50,8 +50,12 @@ def _load_state_dict(original):
 def _set_main_param_and_optimizer_states(original):
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
-        # Not a tensor: the original skips it, and the step that load_state_dict set stays.
-        original(self, model_param, {"step": None, **tensors})
+        import torch
+
+        # In fp32 the main parameter is a view of the model's, which requires grad.
+        with torch.no_grad():
+            # Not a tensor: the original skips it, and the step that load_state_dict set stays.
+            original(self, model_param, {"step": None, **tensors})
 
     return _set_main_param_and_optimizer_states
 
@@ -90,11 +94,12 @@ PATCHES = (
         "load_state_dict clones the step for each parameter.",
     ),
     _fix(
-        "adam-step-fully-reshardable",
+        "optimizer-state-copy",
         "_set_main_param_and_optimizer_states",
         _set_main_param_and_optimizer_states,
         "A fully reshardable checkpoint has no `step` per parameter; looking for one raises "
-        "KeyError: 'step'.",
-        "It copies only what the checkpoint holds.",
+        "KeyError: 'step'. And in fp32 a dp-reshardable one, the default, is copied into a view "
+        "of a parameter with gradients on: RuntimeError.",
+        "It copies only what the checkpoint holds, under no_grad.",
     ),
 )

@@ -64,6 +64,14 @@ PATCHES = (
         bound_in=("megatron.training.training:save_checkpoint",),
     ),
     _core(
+        "finalize-async-save",
+        "megatron.training.async_utils:maybe_finalize_async_save",
+        "finalize_async_save",
+        "When an asynchronous save is complete goes into the run's record.",
+        "Finalization callbacks are added inside save_checkpoint.",
+        bound_in=("megatron.training.training:maybe_finalize_async_save",),
+    ),
+    _core(
         "load-checkpoint",
         "megatron.training.checkpointing:load_checkpoint",
         "load_checkpoint",

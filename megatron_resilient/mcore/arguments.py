@@ -70,7 +70,7 @@ def check(args: argparse.Namespace) -> None:
     """
     config_from_args(args)
     if plugin.on_cpu():
-        cpu.refuse_gpu_features(args)
+        cpu.adapt(args)
     _check_layout(args)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:

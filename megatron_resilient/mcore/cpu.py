@@ -15,6 +15,7 @@ DEFAULTS = {
     "bias_swiglu_fusion": False,
     "apply_rope_fusion": False,
     "num_workers": 0,
+    "async_strategy": "mcore",
 }
 
 # (attribute, is it a request for a GPU?, what to write instead)
@@ -27,6 +28,7 @@ _REFUSED = (
     ("fp4", bool, "drop --fp4-format"),
     ("tp_comm_overlap", bool, "drop --tp-comm-overlap"),
     ("cuda_graph_impl", lambda v: v not in (None, "none"), "drop --cuda-graph-impl"),
+    ("async_strategy", lambda v: v != "mcore", "leave --async-strategy out, or pass mcore"),
     ("use_megatron_fsdp", bool, "drop --use-megatron-fsdp"),
     ("use_torch_fsdp2", bool, "drop --use-torch-fsdp2"),
 )
@@ -41,8 +43,15 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(attention_backend=AttnBackend.unfused)
 
 
-def refuse_gpu_features(args: argparse.Namespace) -> None:
-    """Raises a ConfigError for the first flag that cannot work on a CPU."""
+def adapt(args: argparse.Namespace) -> None:
+    """Refuses what needs a GPU and completes what a CPU does in another way.
+
+    Raises:
+        ConfigError: names the first flag that cannot work.
+    """
+    if args.async_save:
+        # Megatron drops --async-save without this flag; here a forked writer serves both.
+        args.use_persistent_ckpt_worker = True
     for name, needs_gpu, instead in _REFUSED:
         value = getattr(args, name, None)
         if needs_gpu(value):

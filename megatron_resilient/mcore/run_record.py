@@ -1,13 +1,15 @@
 """What one process knows about the run in progress, and what it writes into the run folder."""
 
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.training import get_args, get_tensorboard_writer
+from megatron.training.async_utils import is_empty_async_queue
 from megatron.training.global_vars import get_wandb_writer
 
 from megatron_resilient import plugin
@@ -45,6 +47,7 @@ class RunRecord:
     config: ResilientConfig
     load: ExpertLoad
     step: int = 0
+    _pending: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def start(cls, model: list[torch.nn.Module]) -> "RunRecord":
@@ -105,6 +108,38 @@ class RunRecord:
         for layer, tokens in loads.items():
             mean = sum(tokens) / len(tokens)
             _plot(f"moe/load_imbalance_layer_{layer}", max(tokens) / mean if mean else 1, self.step)
+
+    def save_started(self, iteration: int) -> None:
+        """Records that a checkpoint save begins."""
+        args = get_args()
+        save = {
+            "path": os.path.join(args.save, f"iter_{iteration:07d}"),
+            "asynchronous": bool(args.async_save),
+        }
+        if self.speaks:
+            self.write("checkpoint_save_start", **save)
+        self._pending.append({**save, "start": time.perf_counter()})
+
+    def save_returned(self, iteration: int, stall_seconds: float) -> None:
+        """Records how long training stood still; a synchronous save is complete with it."""
+        self._pending[-1]["stall_seconds"] = stall_seconds
+        self.saves_finalized()
+
+    def saves_finalized(self) -> None:
+        """Records the pending saves as complete if none is being written any more."""
+        if not self._pending or not is_empty_async_queue():
+            return
+        for save in self._pending:
+            start = save.pop("start")
+            if self.speaks:
+                self.write("checkpoint_saved", **save, seconds=time.perf_counter() - start)
+        self._pending.clear()
+
+    def loaded(self, seconds: float) -> None:
+        """Records the checkpoint from which this run goes on."""
+        if self.speaks:
+            path = os.path.join(get_args().load, f"iter_{self.step:07d}")
+            self.write("checkpoint_loaded", path=path, seconds=seconds)
 
     def end(self, exit_code: int) -> None:
         """Writes `run_end` and the summary, on the last rank."""

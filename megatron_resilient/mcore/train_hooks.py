@@ -12,6 +12,7 @@ from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
 _record: RunRecord | None = None
+_load_seconds = 0.0  # of the last load, which ends before the record begins
 
 
 def record() -> RunRecord | None:
@@ -45,6 +46,8 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     _check_same_patches()
     model, optimizer, scheduler = original(*args, **kwargs)
     _record = RunRecord.start(model)
+    if get_args().iteration:
+        _record.loaded(_load_seconds)
     return model, optimizer, scheduler
 
 
@@ -61,21 +64,20 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
 
 def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Saves; how long training stood still for it goes into the record."""
-    asynchronous = bool(get_args().async_save)
-    if _record is not None and _record.speaks:
-        _record.write("checkpoint_save_start", iteration=iteration, asynchronous=asynchronous)
+    if _record is None:
+        return original(iteration, *args, **kwargs)
     start = time.perf_counter()
+    _record.save_started(iteration)
     result = original(iteration, *args, **kwargs)
-    stall = time.perf_counter() - start
-    if _record is not None and _record.speaks:
-        _record.write(
-            "checkpoint_saved",
-            iteration=iteration,
-            path=get_args().save,
-            asynchronous=asynchronous,
-            stall_seconds=stall,
-        )
+    _record.save_returned(iteration, stall_seconds=time.perf_counter() - start)
     return result
+
+
+def finalize_async_save(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Finalizes asynchronous saves that are complete, and records them."""
+    original(*args, **kwargs)
+    if _record is not None:
+        _record.saves_finalized()
 
 
 def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwargs: Any) -> tuple:
@@ -85,8 +87,9 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
         CheckpointError: what is there is not this model's, or damaged; one line.
     """
     folder = get_args().load or get_args().pretrained_checkpoint
+    start = time.perf_counter()
     try:
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
     except ResilientError:
         raise
     except Exception as error:
@@ -94,6 +97,9 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
         raise CheckpointError(
             f"--load {folder}: the checkpoint cannot be loaded into this model: {reason}"
         ) from error
+    global _load_seconds
+    _load_seconds = time.perf_counter() - start
+    return result
 
 
 def _check_same_patches() -> None:

@@ -81,14 +81,22 @@ class Result:
         return [float.fromhex(x) for x in self.answers[-1]["grad_norms"]]
 
     @property
+    def failed(self) -> dict | None:
+        """The answer of the rank that failed first, None if none did.
+
+        Ranks that only noticed that a peer was gone come last.
+        """
+        failures = [answer for answer in self.answers if "error" in answer]
+        return min(failures, key=lambda a: "Connection" in a["error"], default=None)
+
+    @property
     def error(self) -> str | None:
-        """The first error of any rank, None if there was none."""
-        return next((a["error"] for a in self.answers if "error" in a), None)
+        """The error of the rank that failed first, None if none did."""
+        return self.failed["error"] if self.failed else None
 
     def ok(self) -> "Result":
-        """Returns itself; fails the test with the first traceback if a rank raised."""
-        for rank, answer in enumerate(self.answers):
-            assert "error" not in answer, f"rank {rank}: {answer['traceback']}"
+        """Returns itself; fails the test with the traceback if a rank raised."""
+        assert self.failed is None, self.failed["traceback"]
         return self
 
 
