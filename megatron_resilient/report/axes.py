@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import ArrayLike
 
 from megatron_resilient.report.run import Mark, Run
 from megatron_resilient.report.svg import INK
@@ -17,7 +16,7 @@ POINTS = 600  # of a curve: more than that is less than a pixel each
 MANY_MARKS = 40  # from here on, lines over the whole height would hide the curve
 
 # The same margins in every figure: what happened at one time stands in one vertical line.
-_LEFT, _RIGHT = 0.108, 0.985
+_LEFT, _RIGHT = 0.116, 0.985
 _TICK_STEPS = [1, 2, 5, 10]
 
 
@@ -112,9 +111,9 @@ def mark(axes: Axes, run: Run, place: Callable[[Mark], float | None]) -> None:
         )
 
 
-def up_from_zero(axes: Axes, values: ArrayLike, which: str = "y") -> None:
+def up_from_zero(axes: Axes, values: Sequence[float], which: str = "y") -> None:
     """Makes one axis go from zero to past the greatest of `values`, or to 1 if there is none."""
-    top = float(np.max(values, initial=0.0)) or 1.0
+    top = float(max(values, default=0.0)) or 1.0
     if which == "y":
         axes.set_ylim(0, 1.12 * top)
     else:

@@ -72,7 +72,7 @@ def build_page(run: Run) -> str:
         sections=sections,
         missing=missing,
         version=__version__,
-        count=len(run.events),
+        count=plural(len(run.events), "event"),
     )
 
 
@@ -143,7 +143,7 @@ def _expert_load(run: Run) -> Section | str:
 def _members(run: Run) -> Section | str:
     membership = Membership.of(run.events)
     if membership is None:
-        return "Members: nobody joined, left or failed."
+        return "Members: no member_join or member_leave events, and no change of ranks."
     sizes = [count for _, count in membership.counts]
     failed = sum(stay.how == "failed" for stay in membership.stays)
     planned = sum(stay.how == "planned" for stay in membership.stays)

@@ -84,7 +84,7 @@ def plot_recoveries(run: Run) -> Figure:
         rows, ["" if one["step"] is None else f"step {one['step']:,}" for one in recoveries]
     )
     axes.set_ylim(len(recoveries) - 0.4, -0.6)
-    up_from_zero(axes, left, "x")
+    up_from_zero(axes, left.tolist(), "x")
     axes.set_xlabel("seconds")
     title(axes, "")
     return figure
@@ -141,5 +141,5 @@ def plot_timeline(run: Run) -> Figure:
         )
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(lanes)), [shorten(kind.replace("_", " "), 18) for kind in lanes])
-    axes.tick_params(axis="y", labelsize=8)
+    axes.tick_params(axis="y", labelsize=7.8)
     return figure

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from megatron_resilient.report.content import Column, Table
 from megatron_resilient.report.plot_events import phases_of, timeline_events
 from megatron_resilient.report.run import Run
-from megatron_resilient.report.text import duration, in_bytes, moment
+from megatron_resilient.report.text import duration, in_bytes, moment, plural
 from megatron_resilient.telemetry import COMMON, Event, number
 
 MAX_ROWS = 500
@@ -117,7 +117,7 @@ def events_table(run: Run) -> Table:
     """Lists the events of the timeline with all their fields."""
     events = timeline_events(run)
     return _table(
-        f"All {len(events):,} events of the timeline",
+        f"{plural(len(events), 'event')} of the timeline",
         (
             Column("time", "name"),
             Column("step"),

@@ -38,7 +38,8 @@ def significant(value: float, digits: int = 3, *, pad: bool = False) -> str:
         return "0"
     if not 1e-6 <= abs(value) < 1e15:
         return f"{value:.{digits - 1}e}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value
+    decimals = max(0, digits - 1 - exponent)
     text = f"{value:,.{decimals}f}"
     return text if pad or "." not in text else text.rstrip("0").rstrip(".")
 

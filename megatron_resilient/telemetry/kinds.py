@@ -110,7 +110,9 @@ _KINDS = (
             Field("loss", "name -> number", "losses, such as `lm loss`", required=True),
             Field("seconds", "finite number", "wall-clock seconds of the step", required=True),
             Field("tokens", "int", "tokens that the whole job trained on", required=True),
-            Field("tokens_per_second", "number", "of the whole job; default tokens / seconds"),
+            Field(
+                "tokens_per_second", "finite number", "of the whole job; default tokens / seconds"
+            ),
             Field("grad_norm", "number or null", "norm of the gradients before clipping"),
             Field("learning_rate", "number or null", "learning rate of the step"),
             Field("skipped", "true or false", "the update was left out (non-finite gradients)"),

@@ -1,6 +1,7 @@
 """`summary.json`: what a run came to, made from its events alone."""
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping
@@ -75,7 +76,10 @@ class RunSummary:
             for name, value in event["loss"].items():
                 into = losses if name == main else auxiliary.setdefault(name, {})
                 into[step] = number(value)
-        segments = _segments(events)
+        exit = None
+        for event in events:
+            if event["event"] in ("run_start", "run_end"):
+                exit = event.get("exit") if event["event"] == "run_end" else None
         return cls(
             losses=losses,
             auxiliary_losses=auxiliary,
@@ -98,8 +102,8 @@ class RunSummary:
             ),
             checkpoints=[_body(event) for event in events if event["event"] == "checkpoint_saved"],
             errors=[_body(event) for event in events if event["event"] == "error"],
-            segments=segments,
-            exit=segments[-1]["exit"] if segments else None,
+            segments=_segments(events),
+            exit=exit,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -178,9 +182,11 @@ def _tokens_per_second(events: list[Event]) -> float | None:
 def step_tokens_per_second(step: Event) -> float | None:
     """Returns the throughput of a `step` event; None if it took no measurable time."""
     if "tokens_per_second" in step:
-        return number(step["tokens_per_second"])
-    seconds = float(step["seconds"])
-    return step["tokens"] / seconds if seconds > 0 else None
+        return float(step["tokens_per_second"])
+    if step["seconds"] <= 0:
+        return None
+    rate = float(step["tokens"]) / step["seconds"]
+    return rate if math.isfinite(rate) else None
 
 
 def _segments(events: list[Event]) -> list[dict[str, Any]]:

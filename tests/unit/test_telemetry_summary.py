@@ -182,6 +182,11 @@ def test_losses_by_name(run):
     assert summary["auxiliary_losses"] == {"z": {"1": 0.5, "2": 0.25}}
 
 
+def test_an_end_without_a_start(run):
+    run.log.emit("run_end", exit="signal")
+    assert write_summary(run.run_dir).exit == "signal"
+
+
 def test_no_events():
     summary = RunSummary.from_events([])
     assert (summary.losses, summary.steps, summary.last_step, summary.exit) == ({}, 0, None, None)
