@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # drawn in placeholders, which become references to the variables of page.css of the same name.
 _NAMES = (
     *("ink", "muted", "grid", "paper"),
-    *("blue", "orange", "teal", "red", "violet", "olive"),
+    *("blue", "orange", "teal", "red", "violet"),
 )
 INK = {name: f"#01fe{index:02d}" for index, name in enumerate(_NAMES)}
 _VARIABLE = {value: f"var(--{name})" for name, value in INK.items()}

@@ -12,7 +12,6 @@ import numpy as np
 from megatron_resilient.telemetry import EventLog
 
 START = 1_767_600_000.0  # 2026-01-05 08:00 UTC
-LOAD_INTERVAL_SECONDS = 40.0
 TOKENS_A_STEP = 1_048_576
 
 
