@@ -47,6 +47,17 @@ def _load_state_dict(original):
     return load_state_dict
 
 
+def _get_main_param_and_optimizer_states(original):
+    @functools.wraps(original)
+    def _get_main_param_and_optimizer_states(self, model_param):
+        tensors = original(self, model_param)
+        # Saved once per parameter group; see fixes.adam-step-in-buckets.
+        tensors.pop("step", None)
+        return tensors
+
+    return _get_main_param_and_optimizer_states
+
+
 def _set_main_param_and_optimizer_states(original):
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
@@ -92,6 +103,15 @@ PATCHES = (
         "It gives every parameter the same `step` tensor, which AdamW then counts up once per "
         "parameter: the bias correction is wrong from the second step on, silently.",
         "load_state_dict clones the step for each parameter.",
+    ),
+    _fix(
+        "adam-step-in-buckets",
+        "_get_main_param_and_optimizer_states",
+        _get_main_param_and_optimizer_states,
+        "It hands out AdamW's scalar `step` beside the moments, and a dp-reshardable save cuts it "
+        "like a shard of a flat buffer: what is loaded is not the step, and every update after a "
+        "resume is wrong, silently.",
+        "It hands out optimizer_state_keys only.",
     ),
     _fix(
         "optimizer-state-copy",

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_resilient.patching.registry import Patch
 
-TORCH = ">=2.10,<2.13"
+TORCH = ">=2.11,<2.12"
 
 
 def _answer(value: Any):
