@@ -26,7 +26,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("list", "show every patch, what it targets and whether it still fits"),
         ("check", "compare upstream with patches.lock; imports neither torch nor Megatron"),
     ):
-        add(name, text).add_argument("--json", action="store_true", help="print one JSON document")
+        action = add(name, text)
+        action.add_argument(
+            "--groups",
+            metavar="LIST",
+            help="only patches of these groups, separated by commas (default: all); reliances are "
+            "always looked at",
+        )
+        action.add_argument("--json", action="store_true", help="print one JSON document")
     diff = add("diff", "show how upstream code differs from what was locked")
     diff.add_argument(
         "name", nargs="?", metavar="ID", help="a patch, or the target of a reliance; default: all"
@@ -49,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    findings, _ = _examine()
+    findings, _ = _examine(args.groups)
     if args.json:
         print(json.dumps(_listing(findings), indent=2))
     else:
@@ -60,7 +67,7 @@ def _list(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from megatron_resilient.patching.report import diff, has_diff, summary
 
-    findings, problems = _examine(problems=True)
+    findings, problems = _examine(args.groups, problems=True)
     bad = [finding for finding in findings if finding.state != "ok"]
     ok = not bad and not problems
     if args.json:
@@ -142,19 +149,29 @@ def _docs(args: argparse.Namespace) -> int:
     return 0
 
 
-def _examine(problems: bool = False) -> "tuple[Sequence[Finding], list[str]]":
-    """Returns the findings and, if asked, what is wrong with aliases and with the lock itself."""
+def _examine(
+    only: str | None = None, problems: bool = False
+) -> "tuple[Sequence[Finding], list[str]]":
+    """Returns the findings and, if asked, what is wrong with aliases and with the lock itself.
+
+    `only` is the value of --groups.
+    """
+    from megatron_resilient.errors import PatchError
     from megatron_resilient.patching.aliases import alias_problems
     from megatron_resilient.patching.apply import default_registry, lock_file
     from megatron_resilient.patching.lock import RELOCK, Lock
+    from megatron_resilient.patching.registry import GROUPS
     from megatron_resilient.patching.source import SourceTree
     from megatron_resilient.patching.verify import verify
 
+    groups = GROUPS if only is None else tuple(only.split(","))
+    if unknown := [group for group in groups if group not in GROUPS]:
+        raise PatchError(f"--groups {only}: {unknown[0]!r} is not one of {', '.join(GROUPS)}")
     registry, lock, tree = default_registry(), Lock.read(lock_file()), SourceTree()
-    findings = verify(registry, lock, tree)
+    findings = verify(registry, lock, tree, groups)
     found: list[str] = []
     if problems:
-        found += alias_problems(registry, tree)
+        found += alias_problems(registry, tree, groups)
         found += (
             f"{name}: in patches.lock, but no patch or reliance names it; run `{RELOCK}`"
             for name in sorted(lock.targets.keys() - registry.targets.keys())

@@ -3,13 +3,15 @@
 import ast
 from collections.abc import Collection, Iterator
 
-from megatron_resilient.patching.registry import Patch, Registry
+from megatron_resilient.patching.registry import GROUPS, Patch, Registry
 from megatron_resilient.patching.source import SourceTree, scope
 from megatron_resilient.patching.target import Target
 
 
-def alias_problems(registry: Registry, tree: SourceTree) -> tuple[str, ...]:
-    """Checks `bound_in` of all patches against the module-level imports of upstream.
+def alias_problems(
+    registry: Registry, tree: SourceTree, groups: Collection[str] = GROUPS
+) -> tuple[str, ...]:
+    """Checks `bound_in` of the patches of `groups` against the module-level imports of upstream.
 
     A module that imports a patched name keeps the original object unless that is declared. Searched
     are the registry's `alias_roots`; inside torch, what is not declared is meant to stay. What is
@@ -18,8 +20,9 @@ def alias_problems(registry: Registry, tree: SourceTree) -> tuple[str, ...]:
     Returns:
         One line per undeclared alias and per declared one that is none.
     """
-    wrong = [problem for patch in registry.patches for problem in _wrong(patch, tree)]
-    return (*wrong, *_undeclared(registry, tree))
+    patches = [patch for patch in registry.patches if patch.group in groups]
+    wrong = [problem for patch in patches for problem in _wrong(patch, tree)]
+    return (*wrong, *_undeclared(patches, registry.alias_roots, tree))
 
 
 def _wrong(patch: Patch, tree: SourceTree) -> Iterator[str]:
@@ -36,18 +39,20 @@ def _wrong(patch: Patch, tree: SourceTree) -> Iterator[str]:
             yield f"{patch.id}: bound_in names {name}, which is {alias.target}, not {home.target}"
 
 
-def _undeclared(registry: Registry, tree: SourceTree) -> Iterator[str]:
+def _undeclared(
+    patches: Collection[Patch], roots: Collection[str], tree: SourceTree
+) -> Iterator[str]:
     owners: dict[Target, list[Patch]] = {}
     declared: set[str] = set()
-    for patch in registry.patches:
+    for patch in patches:
         target = Target.parse(patch.target)
-        if patch.group == "cpu" and target.root not in registry.alias_roots:
+        if patch.group == "cpu" and target.root not in roots:
             continue  # applied before any of these packages is imported
         declared |= {patch.target, *patch.bound_in}
         home = tree.definition(target)
         if home is not None and len(home.path) == 1:
             owners.setdefault(home.target, []).append(patch)
-    for alias, home_target in _aliases(registry.alias_roots, owners.keys(), tree):
+    for alias, home_target in _aliases(roots, owners.keys(), tree):
         if str(alias) not in declared:
             ids = ", ".join(patch.id for patch in owners[home_target])
             yield f"{ids}: {alias} holds what {home_target} defines; add it to bound_in"

@@ -99,6 +99,28 @@ def test_check_shows_what_else_is_wrong(upstream, monkeypatch, capsys):
     ]
 
 
+def test_groups_that_are_not_asked_for_are_not_looked_at(upstream, capsys):
+    """The alias of `core.scale` is gone, its code is another one: both are told, or neither."""
+    upstream.edit("ops.py", "x * factor", "x + factor")
+    upstream.edit("user.py", "import scale", "import Base")
+    capsys.readouterr()
+    assert run("check") == 1
+    assert "1 not as locked, 1 other problems" in capsys.readouterr().out
+    assert run("check", "--groups", "fixes") == 0
+    assert capsys.readouterr().out == "2 patches and reliances on fakeup 1.0: ok\n"
+    assert run("check", "--groups", "fixes,core") == 1
+    capsys.readouterr()
+    assert run("list", "--groups", "fixes") == 0
+    names = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["target", "fakeup.ops:Engine.run", "fakeup.ops:Base"]
+
+
+@pytest.mark.parametrize("groups", ["gpu", "fixes,", ""])
+def test_unknown_groups_are_refused(upstream, groups):
+    with pytest.raises(PatchError, match=r"--groups .*is not one of cpu, fixes, core"):
+        run("check", "--groups", groups)
+
+
 def test_check_without_upstream(upstream, capsys):
     shutil.rmtree(upstream.site / "fakeup-0.dist-info")
     capsys.readouterr()
