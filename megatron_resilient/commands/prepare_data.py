@@ -77,9 +77,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data; returns 0."""
+    from megatron_resilient.corpus.documents import InputOptions
     from megatron_resilient.errors import ConfigError
     from megatron_resilient.mcore.data_preparation import PreparationRequest, prepare
-    from megatron_resilient.text_input import InputOptions
 
     if args.output.endswith(os.sep):
         raise ConfigError(f"--output {args.output}: add a file name to the folder")

@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_resilient.errors import ConfigError, DataError
-from megatron_resilient.staged_output import staged_output
-from megatron_resilient.text_input import InputOptions, InputPlan, plan_input, read_documents
-from megatron_resilient.text_tokenizer import (
+from megatron_resilient.corpus.documents import InputOptions, InputPlan, plan_input, read_documents
+from megatron_resilient.corpus.staged_output import staged_output
+from megatron_resilient.corpus.tokenizer import (
     MAX_TRAINING_BYTES,
     load_tokenizer,
     train_tokenizer,
     training_lines,
 )
+from megatron_resilient.errors import ConfigError, DataError
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and the input bytes done and in all (0, 0: not known)."""
@@ -154,8 +154,8 @@ def prepare(request: PreparationRequest, progress: Progress) -> PreparationSumma
         planned = time.monotonic()
 
         progress("importing Megatron", 0, 0)
+        from megatron_resilient.corpus.encoding import EncodingOptions, encode_sections
         from megatron_resilient.mcore import indexed_dataset
-        from megatron_resilient.text_encoding import EncodingOptions, encode_sections
 
         imported = time.monotonic()
         vocab_size = load_tokenizer(staged_model, request.append_end_of_document).get_piece_size()

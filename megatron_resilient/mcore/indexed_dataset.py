@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_resilient.text_encoding import EncodedBatch
+from megatron_resilient.corpus.encoding import EncodedBatch
 
 with warnings.catch_warnings():
     # That Transformer Engine and Apex are missing matters to training, not here.

@@ -14,7 +14,17 @@ MODULES = sorted((ROOT / "megatron_resilient").rglob("*.py"))
 INSTALLED_PATCHES = "megatron_resilient.patches"
 
 # `enable` and `patches` find the patches by name: the registry loads them, nobody imports them.
-PURE = ("algorithms", "simulation", "patching", "telemetry", "config", "errors", "patches")
+PURE = (
+    "algorithms",
+    "simulation",
+    "patching",
+    "corpus",
+    "telemetry",
+    "report",
+    "config",
+    "errors",
+    "patches",
+)
 
 
 def imported(node: ast.AST) -> list[str]:

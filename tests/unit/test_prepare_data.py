@@ -16,8 +16,8 @@ import pytest
 
 from megatron_resilient import cli
 from megatron_resilient.commands import prepare_data
-from megatron_resilient.text_encoding import EncodedBatch
-from megatron_resilient.text_tokenizer import train_tokenizer, training_lines
+from megatron_resilient.corpus.encoding import EncodedBatch
+from megatron_resilient.corpus.tokenizer import train_tokenizer, training_lines
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resilient import text_input
+from megatron_resilient.corpus.documents import InputOptions, plan_input, read_documents
 from megatron_resilient.errors import DataError
-from megatron_resilient.text_input import InputOptions, plan_input, read_documents
 
 
 def texts_of(paths, options=InputOptions(), **plan_options):  # noqa: B008
@@ -171,7 +170,7 @@ def test_paths_that_are_no_input(tmp_path):
 
 
 def test_documents_too_large_to_tokenise_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_input, "MAX_DOCUMENT_BYTES", 20)
+    monkeypatch.setattr("megatron_resilient.corpus.documents.MAX_DOCUMENT_BYTES", 20)
     (tmp_path / "a.txt").write_text("x" * 20)
     (tmp_path / "b.jsonl").write_text('{"text": "12345678"}' * 1)
     assert texts_of([tmp_path])[0] == ["x" * 20, "12345678"]

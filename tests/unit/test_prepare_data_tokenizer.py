@@ -14,11 +14,15 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resilient import text_tokenizer
+from megatron_resilient.corpus.documents import InputOptions, plan_input
+from megatron_resilient.corpus.encoding import EncodingOptions, encode_sections
+from megatron_resilient.corpus.tokenizer import (
+    SPECIAL_PIECES,
+    load_tokenizer,
+    train_tokenizer,
+    training_lines,
+)
 from megatron_resilient.errors import ConfigError, DataError
-from megatron_resilient.text_encoding import EncodingOptions, encode_sections
-from megatron_resilient.text_input import InputOptions, plan_input
-from megatron_resilient.text_tokenizer import load_tokenizer, train_tokenizer, training_lines
 
 SOURCE = Path(json.__file__).parent
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.glob("*.py"))]
@@ -59,7 +63,7 @@ def test_the_tokenizer_has_what_megatron_asks_for(model):
     tokenizer = load_tokenizer(model, needs_end_of_document=True)
     assert tokenizer.get_piece_size() == 600
     special = [tokenizer.id_to_piece(index) for index in range(4)]
-    assert special == list(text_tokenizer.SPECIAL_PIECES)
+    assert special == list(SPECIAL_PIECES)
     ids = [tokenizer.unk_id(), tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.pad_id()]
     assert ids == [0, 1, 2, 3]
 
@@ -219,8 +223,8 @@ def test_a_worker_that_dies_is_told(corpus, model):
 PARENT = """
 import multiprocessing, sys
 from pathlib import Path
-from megatron_resilient.text_encoding import EncodingOptions, encode_sections
-from megatron_resilient.text_input import InputOptions, plan_input
+from megatron_resilient.corpus.encoding import EncodingOptions, encode_sections
+from megatron_resilient.corpus.documents import InputOptions, plan_input
 
 if __name__ == "__main__":
     options = InputOptions()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_resilient.corpus.documents import SECTION_BYTES, InputOptions, Section, read_documents
+from megatron_resilient.corpus.tokenizer import load_tokenizer
 from megatron_resilient.errors import DataError
-from megatron_resilient.text_input import SECTION_BYTES, InputOptions, Section, read_documents
-from megatron_resilient.text_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
