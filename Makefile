@@ -53,7 +53,7 @@ lint: $(STAMP)  ## check style, types, layers, patches and scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/megatron-resilient patches check
-	for script in $(SCRIPTS); do bash -n "$$script"; done
+	$(BIN)/shellcheck $(SCRIPTS)
 
 bench: $(STAMP)  ## run the benchmarks, each against a peer in the same run
 	@test -n '$(BENCHMARKS)' || { echo 'no benchmarks/bench_*.py to run' >&2; exit 1; }

