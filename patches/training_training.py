@@ -56,6 +56,13 @@ PATCHES = (
         "train() has no per-step hook.",
     ),
     _core(
+        "evaluate",
+        "megatron.training.training:evaluate",
+        "evaluate",
+        "Losses on the validation and the test set go into the run's record.",
+        "evaluate has no hook; its losses go to the log and to TensorBoard only.",
+    ),
+    _core(
         "save-checkpoint",
         "megatron.training.checkpointing:save_checkpoint",
         "save_checkpoint",

@@ -109,6 +109,11 @@ class RunRecord:
             mean = sum(tokens) / len(tokens)
             _plot(f"moe/load_imbalance_layer_{layer}", max(tokens) / mean if mean else 1, self.step)
 
+    def evaluated(self, losses: dict[str, torch.Tensor]) -> None:
+        """Records the losses of an evaluation after the current step."""
+        if self.speaks:
+            self.write("evaluation", loss={key: float(value) for key, value in losses.items()})
+
     def save_started(self, iteration: int) -> None:
         """Records that a checkpoint save begins."""
         args = get_args()

@@ -62,6 +62,15 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
     return result
 
 
+def evaluate(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+    """Evaluates on the validation or the test set, and records the losses."""
+    result = original(*args, **kwargs)
+    losses = result[0]  # None: the time was up before it ended; empty: not the last stage
+    if _record is not None and losses:
+        _record.evaluated(losses)
+    return result
+
+
 def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Saves; how long training stood still for it goes into the record."""
     if _record is None:
