@@ -26,9 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        module = importlib.import_module(
-            f"megatron_resilient.commands.{name.replace('-', '_')}"
-        )
+        module = importlib.import_module(f"megatron_resilient.commands.{name.replace('-', '_')}")
         sub = subparsers.add_parser(
             name, help=module.HELP, description=module.__doc__, allow_abbrev=False
         )

@@ -1,15 +1,12 @@
 """Switches the plugin on and off: which groups of patches a process gets."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_resilient.config import DEVICES
 from megatron_resilient.errors import ConfigError
 from megatron_resilient.patching import apply
-
-ALLOW_DRIFT_VARIABLE = "MEGATRON_RESILIENT_ALLOW_DRIFT"
 
 
 def enable(device: str | None = None) -> None:
@@ -36,18 +33,16 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def patched(device: str | None = None) -> Iterator[None]:
-    """Has the plugin enabled inside a `with` block."""
-    enable(device)
-    try:
+    """Has the plugin enabled inside a `with` block, and after it if it was before."""
+    with apply.patched(_groups(device)):
         yield
-    finally:
-        disable()
 
 
 def device_from_command_line(argv: Sequence[str]) -> str:
     """Returns the value of `--resilient-device` in `argv`, `auto` if it is not there.
 
-    The flag is read before the parser exists, because patches come before the first import.
+    Of repeated flags the last one counts, as for the parser. That does not exist yet: patches come
+    before the first import.
     """
     device = "auto"
     for i, argument in enumerate(argv):
@@ -77,14 +72,11 @@ def _groups(device: str | None) -> tuple[str, ...]:
         )
     if device == "cuda" or (device == "auto" and has_cuda):
         return ("fixes", "core")
-    if "megatron.core.jit" in sys.modules and not apply.enabled_groups():
-        early = sys.modules["megatron.core.jit"].jit_fuser is torch.compile
-        if early:
-            raise ConfigError(
-                "megatron was imported before megatron_resilient.enable(): on the CPU its "
-                "fusions are compiled at import; move enable() above the first megatron import"
-            )
-    # One tensor-parallel rank per process and no GPU queues: the variable that Megatron demands
-    # for TP > 1 orders CUDA kernels and means nothing here.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    fusions = sys.modules.get("megatron.core.fusions.fused_bias_swiglu")
+    # torch.compile wraps the function; our stand-in leaves it as it is.
+    if fusions is not None and hasattr(fusions.swiglu, "__wrapped__"):
+        raise ConfigError(
+            "megatron was imported before megatron_resilient.enable(): on the CPU its fusions "
+            "must not be compiled at import; move enable() above the first megatron import"
+        )
     return ("cpu", "fixes", "core")

@@ -20,7 +20,9 @@ def _read_metadata(original):
 
 def _load_checkpoint(original):
     @functools.wraps(original)
-    def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", *args, **kwargs):
+    def load_checkpoint(
+        ddp_model, optimizer, opt_param_scheduler, load_arg="load", *args, **kwargs
+    ):
         from megatron_resilient.mcore import expert_rng, tracker_file
 
         tracker_file.check_load_folder(load_arg)

@@ -1,6 +1,7 @@
 """The CPU backend's flags: other defaults, and a refusal by name of what needs a GPU."""
 
 import argparse
+import os
 
 from megatron_resilient.errors import ConfigError
 
@@ -49,6 +50,8 @@ def adapt(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the first flag that cannot work.
     """
+    # It orders CUDA kernels, and Megatron demands it for TP > 1.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if args.async_save:
         # Megatron drops --async-save without this flag; here a forked writer serves both.
         args.use_persistent_ckpt_worker = True

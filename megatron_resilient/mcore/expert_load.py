@@ -1,5 +1,7 @@
 """Counts the tokens that each router sends to each logical expert."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -20,14 +22,17 @@ class ExpertLoad:
             for module in chunk.modules()
             if isinstance(module, TopKRouter)
         ]
-        self._routers.sort(key=lambda router: router.layer_number)
+        self._routers.sort(key=_number)
         self._counts: dict[int, torch.Tensor] = {}
         self._handles = [r.register_forward_hook(self._count) for r in self._routers]
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of the MoE layers on this rank, from 1, ascending."""
-        return [router.layer_number for router in self._routers]
+        """Numbers of the MoE layers on this rank, from 1, ascending.
+
+        Those of multi-token prediction follow the model's own.
+        """
+        return [_number(router) for router in self._routers]
 
     def _count(self, router: nn.Module, inputs: tuple, output: tuple) -> None:
         # A recomputed layer runs twice: first without gradients, then with. Evaluation runs in
@@ -36,8 +41,9 @@ class ExpertLoad:
             return
         _, routing_map = output[:2]
         tokens = routing_map.detach().sum(dim=0)
-        known = self._counts.get(router.layer_number)
-        self._counts[router.layer_number] = tokens if known is None else known + tokens
+        layer = _number(router)
+        known = self._counts.get(layer)
+        self._counts[layer] = tokens if known is None else known + tokens
 
     def take(self, group: "torch.distributed.ProcessGroup") -> dict[int, list[int]]:
         """Returns {layer: tokens per expert} summed over `group` and starts anew.
@@ -57,3 +63,8 @@ class ExpertLoad:
         """Detaches the hooks from the model."""
         for handle in self._handles:
             handle.remove()
+
+
+def _number(router: Any) -> int:
+    first = router.config.num_layers if router.is_mtp_layer else 0
+    return int(first + router.layer_number)

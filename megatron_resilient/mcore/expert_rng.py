@@ -19,9 +19,7 @@ def _name_of(expert_tp_rank: int, ep_rank: int) -> str:
 
 
 def _own_name() -> str:
-    return _name_of(
-        mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    )
+    return _name_of(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_model_parallel_rank())
 
 
 def with_all_expert_states(rng_state: Any) -> Any:

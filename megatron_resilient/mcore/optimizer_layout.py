@@ -53,9 +53,7 @@ def _fill(sharded: StateDict, saved: list[StateDict], groups: list[StateDict]) -
     state = {}
     for common in commons:
         # Keys of tensors are numbers of parameters and come from the sharded part.
-        state.update(
-            {k: v for k, v in common.get("state", {}).items() if not isinstance(k, int)}
-        )
+        state.update({k: v for k, v in common.get("state", {}).items() if not isinstance(k, int)})
     if not deeper:
         holder["state"] = {**holder.get("state", {}), **state}
     if deeper:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer
 from megatron.training.async_utils import is_empty_async_queue
 from megatron.training.global_vars import get_wandb_writer
@@ -47,6 +48,7 @@ class RunRecord:
     config: ResilientConfig
     load: ExpertLoad
     step: int = 0
+    _load_counted_from: int = 0  # the last step before those that `load` holds
     _pending: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -61,6 +63,7 @@ class RunRecord:
             config=config,
             load=ExpertLoad(model),
             step=args.iteration,
+            _load_counted_from=args.iteration,
         )
         if record.speaks:
             record.write("run_start", **_facts(args))
@@ -81,7 +84,7 @@ class RunRecord:
         losses, skipped, grad_norm = result[0], result[1], result[5]
         self.step += 1
         if self.speaks:
-            tokens = args.global_batch_size * args.seq_length
+            tokens = get_current_running_global_batch_size() * args.seq_length
             self.write(
                 "step",
                 loss={key: float(value) for key, value in losses.items()},
@@ -94,9 +97,10 @@ class RunRecord:
             )
         every = self.config.telemetry.expert_load_interval
         if every and self.step % every == 0:
-            self._write_expert_load(every)
+            self._write_expert_load()
 
-    def _write_expert_load(self, steps: int) -> None:
+    def _write_expert_load(self) -> None:
+        steps, self._load_counted_from = self.step - self._load_counted_from, self.step
         # All ranks of one pipeline stage hold the same layers.
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         loads = self.load.take(group)

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_resilient.errors import CheckpointError, ResilientError
+from megatron_resilient.mcore import replicas
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
@@ -45,6 +47,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     global _record
     _check_same_patches()
     model, optimizer, scheduler = original(*args, **kwargs)
+    replicas.install(model, get_model_config(model[0]))
     _record = RunRecord.start(model)
     if get_args().iteration:
         _record.loaded(_load_seconds)
@@ -52,11 +55,14 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
 
 
 def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-    """Runs one training step and records it."""
+    """Runs one training step and records it, unless it ends training before the optimizer steps."""
     start = time.perf_counter()
     result = original(*args, **kwargs)
     seconds = time.perf_counter() - start
-    if _record is not None:
+    should_exit = result[3]
+    if _record is not None and not should_exit:
+        # Steps may have been skipped in between (--iterations-to-skip): they never come here.
+        _record.step = kwargs.get("iteration", _record.step)
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
         _record.after_step(seconds, result, _learning_rate(optimizer))
     return result
