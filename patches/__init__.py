@@ -1,4 +1,4 @@
-"""All patches of upstream code, one file per patched upstream module.
+"""All patches of upstream code, one file per patched upstream module; `reliances` has the rest.
 
 `REGISTRY` collects them when it is first asked for; neither that nor importing this package imports
 torch or Megatron. What each patch is for stands in docs/patches.md.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import get_args
 
 from megatron_resilient.errors import CheckpointError, ResilientError
@@ -124,7 +125,6 @@ def _check_same_patches() -> None:
 
 
 def _learning_rate(optimizer: Any) -> float | None:
-    for group in optimizer.param_groups:
-        if not group.get("is_decoupled_lr", False):
-            return float(group["lr"])
-    return None
+    """Returns what Megatron logs: the rate for which the scheduler stands after the step."""
+    rate = get_canonical_lr_for_logging(optimizer.param_groups)
+    return None if rate is None else float(rate)

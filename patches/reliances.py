@@ -1,0 +1,245 @@
+"""Megatron's code that ours counts on without changing it: locked like a patch's target.
+
+Named here is what we know of the inside of a function, not what we merely call.
+"""
+
+from megatron_resilient.patching.registry import Reliance
+
+PATCHES = ()
+
+
+def _of(file: str, *known: tuple[str, str]) -> tuple[Reliance, ...]:
+    """Returns what `file` relies on, given as (target below megatron, what is known of it)."""
+    return tuple(Reliance(f"megatron.{target}", f"`{file}`: {what}") for target, what in known)
+
+
+RELIES_ON = (
+    *_of(
+        "mcore/arguments.py",
+        (
+            "training.arguments:parse_args",
+            "the provider of extra arguments gets the whole parser, which parses right after it; "
+            "our checks run inside that call.",
+        ),
+        (
+            "core.parallel_state:initialize_model_parallel",
+            "the world is a multiple of TP x PP x CP, and of expert TP x EP x PP.",
+        ),
+    ),
+    *_of(
+        "mcore/train_hooks.py",
+        (
+            "training.training:pretrain",
+            "initialize_megatron comes first, then setup_model_and_optimizer, then training.",
+        ),
+        (
+            "training.training:train",
+            "train_step gets `iteration` by keyword and the optimizer as fourth argument; a step "
+            "that returns should_exit is not counted.",
+        ),
+    ),
+    *_of(
+        "mcore/run_record.py",
+        ("training.global_vars:_set_tensorboard_writer", "the writer is on the last rank only."),
+        (
+            "training.global_vars:_set_wandb_writer",
+            "the writer is on the last rank only, and is the module wandb.",
+        ),
+        (
+            "core.num_microbatches_calculator:get_current_running_global_batch_size",
+            "after a step it still is the batch of that step.",
+        ),
+        (
+            "training.async_utils:is_empty_async_queue",
+            "True when no save is being written, also where there is no queue.",
+        ),
+    ),
+    *_of(
+        "mcore/reset.py",
+        (
+            "training.training:destroy_global_state",
+            "it leaves process groups, the model and the metrics of MoE layers to us.",
+        ),
+        (
+            "core.transformer.moe.moe_logging:destroy_moe_metrics_tracker",
+            "the tracker is one global object that keeps groups of the old world.",
+        ),
+    ),
+    *_of(
+        "mcore/expert_load.py",
+        (
+            "core.transformer.moe.router:TopKRouter.forward",
+            "the output begins with (probabilities, routing map); the map is bool, "
+            "[tokens, experts].",
+        ),
+        (
+            "core.transformer.moe.router:Router.set_layer_number",
+            "layers count from 1 over all pipeline stages.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
+            "layers of multi-token prediction count from 1 again and stand after the model's own.",
+        ),
+        (
+            "core.tensor_parallel.random:CheckpointFunction",
+            "a recomputed layer runs first without and then with gradients.",
+        ),
+        (
+            "core.tensor_parallel.random:CheckpointWithoutOutputFunction",
+            "a recomputed layer runs first without and then with gradients.",
+        ),
+        (
+            "core.parallel_state:get_tensor_and_data_parallel_group",
+            "it holds the ranks of one pipeline stage, which share its layers.",
+        ),
+    ),
+    *_of(
+        "mcore/expert_rng.py",
+        (
+            "core.tensor_parallel.random:CudaRNGStatesTracker",
+            "states by name, handed out and set as a whole.",
+        ),
+        (
+            "core.tensor_parallel.random:get_expert_parallel_rng_tracker_name",
+            "the stream of a rank's experts has one name on all ranks.",
+        ),
+        (
+            "core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+            "that stream is seeded by expert tensor- and expert model-parallel rank.",
+        ),
+    ),
+    *_of(
+        "mcore/optimizer_layout.py",
+        (
+            "core.optimizer.optimizer:param_group_identifier_keys",
+            "a group finds its counterpart by them, but for is_expert_parallel.",
+        ),
+        (
+            "core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+            "it takes `params` by position and the rest by those keys; a key may be called "
+            "pre_<key>, and a missing one equals None.",
+        ),
+        (
+            "core.optimizer.optimizer:ChainedOptimizer.state_dict",
+            "a list with one state per optimizer, or the state of the only one.",
+        ),
+        (
+            "core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict",
+            "a dict with the optimizers' numbers as keys, or the state of the only one.",
+        ),
+        (
+            "core.optimizer:get_megatron_optimizer",
+            "parameters of experts get an optimizer of their own if EP > 1, and only then.",
+        ),
+    ),
+    *_of(
+        "patches/distrib_optimizer.py",
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+            "loading asks for state_dict() first; the common part stands under `optimizer`.",
+        ),
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer"
+            ".sharded_param_state_dp_reshardable",
+            "it cuts every tensor that _get_main_param_and_optimizer_states hands out.",
+        ),
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer"
+            ".load_parameter_state_from_dp_reshardable",
+            "what was loaded goes to _set_main_param_and_optimizer_states.",
+        ),
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer"
+            ".load_parameter_state_from_fully_reshardable",
+            "what was loaded goes to _set_main_param_and_optimizer_states.",
+        ),
+    ),
+    *_of(
+        "mcore/tracker_file.py",
+        ("training.checkpointing:get_checkpoint_tracker_filename", "the name of the file."),
+        (
+            "training.checkpointing:get_checkpoint_name",
+            "folders are called iter_ and seven digits; `mcore/run_record.py` too.",
+        ),
+        (
+            "training.checkpointing:_load_base_checkpoint",
+            "what --ckpt-step, --pretrained-checkpoint and a missing tracker file lead to.",
+        ),
+    ),
+    *_of(
+        "mcore/indexed_dataset.py",
+        (
+            "core.datasets.indexed_dataset:IndexedDatasetBuilder",
+            "a document is one sequence; `data_file` is the open .bin file.",
+        ),
+        (
+            "core.datasets.indexed_dataset:DType",
+            "the integer type of a vocabulary, and its code.",
+        ),
+        (
+            "core.datasets.blended_megatron_dataset_config:parse_and_normalize_split",
+            "a --split as Megatron reads it.",
+        ),
+        (
+            "core.datasets.blended_megatron_dataset_config:convert_split_vector_to_split_matrix",
+            "a --split as Megatron reads it.",
+        ),
+        (
+            "core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
+            "._build_megatron_dataset_splits",
+            "the bounds of the parts are rounded as here.",
+        ),
+        (
+            "core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+            "caches are known by path, not by content, and lie in PREFIX/cache/*_indices.",
+        ),
+    ),
+    *_of(
+        "patches/training_async_utils.py",
+        ("training.async_utils:_get_async_calls_queue", "it hands out the queue that we set."),
+        (
+            "core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue",
+            "with persistent=False every save gets a TemporalAsyncCaller.",
+        ),
+        (
+            "core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller",
+            "it forks the writer and joins it before results are read.",
+        ),
+    ),
+    *_of(
+        "patches/filesystem_async.py",
+        (
+            "core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
+            "of the queue of results it uses put and get_nowait.",
+        ),
+    ),
+    *_of(
+        "patches/torch_norm.py",
+        (
+            "core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+            "it sums the gradients of parameters that are marked `sequence_parallel`.",
+        ),
+    ),
+    *_of(
+        "patches/torch_cuda.py",
+        (
+            "core.tensor_parallel.random:_get_cuda_rng_state",
+            "it reads the state through torch.cuda's own function.",
+        ),
+        (
+            "core.tensor_parallel.random:_set_cuda_rng_state",
+            "it sets the state through _lazy_call and default_generators.",
+        ),
+        (
+            "training.initialize:_initialize_distributed",
+            "it builds groups only where device_count() is not 0.",
+        ),
+    ),
+    *_of(
+        "plugin.py",
+        (
+            "core.fusions.fused_bias_swiglu:swiglu",
+            "compiled at import, it tells whether Megatron was imported too early.",
+        ),
+    ),
+)
