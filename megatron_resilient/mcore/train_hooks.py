@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_resilient.errors import CheckpointError, ResilientError
