@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_resilient.errors import CheckpointError, ResilientError
-from megatron_resilient.mcore import replicas
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
@@ -48,7 +46,6 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     global _record
     _check_same_patches()
     model, optimizer, scheduler = original(*args, **kwargs)
-    replicas.install(model, get_model_config(model[0]))
     _record = RunRecord.start(model)
     if get_args().iteration:
         _record.loaded(_load_seconds)
