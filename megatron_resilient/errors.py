@@ -27,3 +27,15 @@ class CheckpointError(ResilientError):
 
 class DataError(ResilientError, ValueError):
     """Training data that cannot be read or tokenised as asked."""
+
+
+class PlanError(ResilientError, ValueError):
+    """Loads, replica counts, a topology or a placement that do not fit together."""
+
+
+class UnrecoverablePlanError(PlanError):
+    """The cluster has too few replica slots to hold every expert once."""
+
+
+class NonFiniteRouterError(ResilientError, FloatingPointError):
+    """A router gave NaN or infinite probabilities; the step is refused before tokens are sent."""

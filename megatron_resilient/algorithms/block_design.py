@@ -1,0 +1,246 @@
+"""Which experts share nodes: designs made of blocks of nodes, for nodes that are all alike.
+
+A design says how many nodes hold which experts. It starts from maximum rank overlap (Lazarus,
+arXiv 2407.04656, section 4.1): experts in ascending order of replicas, as many at a time as a node
+has slots, each such group on a block of nodes of its own, as large as its least replicated expert
+allows. Where the nodes run out before the last block is as large as its experts would allow
+("truncated"), that is not optimal and can even make the loss of one node fatal, whatever the
+minimum of replicas. There, blocks of even size and open blocks are tried as well.
+
+An open block holds fewer experts than a node has slots. All other experts are on all nodes outside
+the block, and share the slots left inside it, which is a smaller problem of the same kind. So an
+expert is lost only with all nodes outside the block and with its part of the block.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_resilient.algorithms.loss_polynomials import LossPolynomials
+
+# Designs for large clusters are compared by the losses of up to this many nodes.
+_MAX_COMPARED_LOSSES = 32
+
+# Where experts have more replicas than that, several nodes are designed as one, so that the least
+# replicated expert is left with about this many.
+_COARSE_REPLICAS = 16
+
+_MAX_BLOCKS_IN_DOUBT = 64
+
+# Sizes of an open block's group that are tried, per choice.
+_MAX_OPEN_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class NodeClass:
+    """`nodes` nodes that hold the same experts, at most one per slot."""
+
+    nodes: int
+    experts: tuple[int, ...]
+
+
+def is_block_optimal(replicas: Sequence[int], nodes: int, slots_per_node: int) -> bool:
+    """Whether maximum rank overlap is known to be optimal, for any number of lost nodes.
+
+    It is when one block suffices, when groups fill nodes exactly, or when all blocks get the size
+    that their experts allow. Theorem 1 of Lazarus (arXiv 2407.04656, appendix A.2) claims more,
+    but its proof needs the last block not to be truncated.
+
+    Args:
+        replicas: Replica counts in ascending order.
+        nodes: Number of nodes N.
+        slots_per_node: Slots of a node.
+    """
+    experts = len(replicas)
+    return (
+        experts <= slots_per_node
+        or experts % slots_per_node == 0
+        or sum(replicas[::slots_per_node]) <= nodes
+    )
+
+
+def block_design(replicas: Sequence[int], nodes: int, slots_per_node: int) -> tuple[NodeClass, ...]:
+    """Returns the maximum-rank-overlap design: disjoint blocks of nodes, one per group of experts.
+
+    Args:
+        replicas: Replica counts in ascending order; experts of the design are positions in it.
+        nodes: Number of nodes N.
+        slots_per_node: Slots of a node.
+
+    Returns:
+        Classes of nodes that sum to N: the blocks, least replicated experts first, then the nodes
+        in no block, if any.
+    """
+    classes = []
+    left = nodes
+    for start in range(0, len(replicas), slots_per_node):
+        group = range(start, min(start + slots_per_node, len(replicas)))
+        size = min(replicas[start], left)
+        classes.append(NodeClass(size, tuple(group)))
+        left -= size
+    if left:
+        classes.append(NodeClass(left, ()))
+    return tuple(classes)
+
+
+def open_block_design(
+    replicas: Sequence[int], nodes: int, slots_per_node: int
+) -> tuple[NodeClass, ...] | None:
+    """Returns the best design of closed and open blocks, by the smallest number of losses first.
+
+    Args:
+        replicas: Replica counts in ascending order; experts of the design are positions in it.
+        nodes: Number of nodes N.
+        slots_per_node: Slots of a node.
+
+    Returns:
+        Classes of nodes that sum to N, or None if no design of this kind gives every expert a node.
+    """
+    scale = 1
+    if replicas[0] > _MAX_COMPARED_LOSSES:
+        scale = replicas[0] // _COARSE_REPLICAS
+    coarse_nodes = nodes // scale
+    # Blocks before the last ones are never in doubt; leaving them out bounds the recursion.
+    fixed = max(0, -(-len(replicas) // slots_per_node) - _MAX_BLOCKS_IN_DOUBT)
+    classes = []
+    for start in range(0, fixed * slots_per_node, slots_per_node):
+        size = min(replicas[start] // scale, coarse_nodes)
+        classes.append(NodeClass(size * scale, tuple(range(start, start + slots_per_node))))
+        coarse_nodes -= size
+    designs = _Designs([count // scale for count in replicas], coarse_nodes)
+    best = designs.best(coarse_nodes, slots_per_node, fixed * slots_per_node, 0)
+    if best is None:
+        return None
+    classes += [NodeClass(own.nodes * scale, own.experts) for own in best.classes()]
+    left = nodes - sum(own.nodes for own in classes)
+    if left:
+        classes.append(NodeClass(left, ()))
+    return tuple(classes)
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """All experts on the same block; `free` nodes hold none of them."""
+
+    nodes: int
+    free: int
+    experts: tuple[int, ...]
+
+    def classes(self) -> Iterator[NodeClass]:
+        yield NodeClass(self.nodes, self.experts)
+        if self.free:
+            yield NodeClass(self.free, ())
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """A block that is full, and a design of the other experts on the other nodes."""
+
+    nodes: int
+    experts: tuple[int, ...]
+    outside: "_Design"
+
+    def classes(self) -> Iterator[NodeClass]:
+        yield NodeClass(self.nodes, self.experts)
+        yield from self.outside.classes()
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A block that is not full: the other experts are everywhere outside and designed inside."""
+
+    experts: tuple[int, ...]
+    inside: "_Design"
+    outside_nodes: int
+    outside_experts: tuple[int, ...]
+
+    def classes(self) -> Iterator[NodeClass]:
+        for inner in self.inside.classes():
+            yield NodeClass(inner.nodes, (*self.experts, *inner.experts))
+        if self.outside_nodes:
+            yield NodeClass(self.outside_nodes, self.outside_experts)
+
+
+_Design = _Nested | _Closed | _Open
+
+
+class _Designs:
+    """Best designs of sub-problems: the experts from `first` on, of which each has `spent` less."""
+
+    def __init__(self, replicas: Sequence[int], nodes: int) -> None:
+        self._replicas = tuple(replicas)
+        compared = nodes if nodes <= 2 * _MAX_COMPARED_LOSSES else _MAX_COMPARED_LOSSES
+        self._losses = LossPolynomials(nodes, compared)
+        self._solve = cache(self._search)
+
+    def best(self, nodes: int, slots: int, first: int, spent: int) -> _Design | None:
+        found = self._solve(nodes, slots, first, spent)
+        return None if found is None else found[1]
+
+    def _search(self, nodes: int, slots: int, first: int, spent: int) -> tuple[int, _Design] | None:
+        """Returns the polynomial of survivable losses, and the design."""
+        losses = self._losses
+        experts = len(self._replicas) - first
+        largest = min(self._replicas[first] - spent, nodes)
+        if slots < 1 or largest < 1:
+            return None
+        if experts <= slots:
+            nested = _Nested(largest, nodes - largest, self._experts(first))
+            return (
+                losses.times(losses.some_kept(largest), losses.anything(nodes - largest)),
+                nested,
+            )
+        best: tuple[int, _Design] | None = None
+        unbeatable = losses.anything(nodes)
+        for size in self._block_sizes(largest, nodes, -(-experts // slots)):
+            outside = nodes - size
+            if outside and (rest := self._solve(outside, slots, first + slots, spent)):
+                closed = _Closed(size, self._experts(first, first + slots), rest[1])
+                survivable = losses.times(losses.some_kept(size), rest[0])
+                best = self._better(best, (survivable, closed))
+                if best[0] == unbeatable:
+                    return best
+            for group in self._open_groups(experts, slots):
+                if self._replicas[first + group] - spent <= outside:
+                    continue  # an expert that cannot be everywhere outside, and inside as well
+                inside = self._solve(size, slots - group, first + group, spent + outside)
+                if inside:
+                    design = _Open(
+                        self._experts(first, first + group),
+                        inside[1],
+                        outside,
+                        self._experts(first + group),
+                    )
+                    # Survivable: some node of the block is kept, and either a node outside is, or
+                    # what is kept of the block holds all other experts.
+                    some_outside = losses.times(losses.some_kept(size), losses.some_kept(outside))
+                    none_outside = losses.times(losses.all_lost(outside), inside[0])
+                    best = self._better(best, (some_outside + none_outside, design))
+        return best
+
+    def _experts(self, first: int, stop: int | None = None) -> tuple[int, ...]:
+        return tuple(range(first, len(self._replicas) if stop is None else stop))
+
+    def _better(
+        self, one: tuple[int, _Design] | None, other: tuple[int, _Design]
+    ) -> tuple[int, _Design]:
+        """Returns the one with more survivable losses of the smallest size where they differ."""
+        if one is None:
+            return other
+        differs = self._losses.lowest_difference(one[0], other[0])
+        return one if differs is None or differs[0] >= differs[1] else other
+
+    @staticmethod
+    def _block_sizes(largest: int, nodes: int, blocks: int) -> list[int]:
+        """Returns the largest size allowed, and even sizes where those are smaller."""
+        even = nodes // blocks
+        return [largest, *(s for s in (even + 1, even) if 1 <= s < largest)]
+
+    @staticmethod
+    def _open_groups(experts: int, slots: int) -> Sequence[int]:
+        """Returns sizes of the group inside an open block; the rest must fit outside."""
+        sizes = range(max(1, experts - slots), slots)
+        if len(sizes) <= _MAX_OPEN_GROUPS:
+            return sizes
+        step = (len(sizes) - 1) / (_MAX_OPEN_GROUPS - 1)
+        return [sizes[round(step * i)] for i in range(_MAX_OPEN_GROUPS)]

@@ -1,0 +1,53 @@
+"""Sets of nodes as integers: bit i stands for node i. What must not be lost, in other words.
+
+A set is fatal when losing all its nodes loses the last replica of some expert. Only minimal fatal
+sets matter: losing a larger one loses a smaller one too.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+
+def members(node_set: int) -> Iterator[int]:
+    """Yields the nodes of a set in ascending order."""
+    while node_set:
+        lowest = node_set & -node_set
+        yield lowest.bit_length() - 1
+        node_set ^= lowest
+
+
+def from_members(nodes: Iterable[int]) -> int:
+    """Returns the set that holds exactly these nodes."""
+    node_set = 0
+    for node in nodes:
+        node_set |= 1 << int(node)
+    return node_set
+
+
+def from_rows(rows: npt.NDArray[np.bool_]) -> list[int]:
+    """Returns one set per row of a boolean matrix [sets, nodes]."""
+    packed = np.packbits(rows, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in packed]
+
+
+def minimal(node_sets: Iterable[int]) -> list[int]:
+    """Returns the sets that contain no other of them, by size and then by their nodes.
+
+    O(n * m * nodes / 64) for n distinct sets of which m are minimal.
+    """
+    kept: list[int] = []
+    # By lowest node: a subset's lowest node lies in the superset, so few candidates are compared.
+    by_lowest: dict[int, list[int]] = {}
+    for candidate in sorted(set(node_sets), key=lambda s: (s.bit_count(), s)):
+        if any(
+            other & candidate == other
+            for lowest, others in by_lowest.items()
+            if lowest & candidate
+            for other in others
+        ):
+            continue
+        kept.append(candidate)
+        by_lowest.setdefault(candidate & -candidate, []).append(candidate)
+    return kept
