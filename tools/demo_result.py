@@ -1,0 +1,109 @@
+"""What the demo proves, from the events of its run alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from megatron_resilient.telemetry import Event, RunSummary
+from megatron_resilient.telemetry.summary import MAIN_LOSS
+
+END_STEPS = 10  # the loss at the end is the mean over the last of these
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The steps that both jobs did: those that the first had lost by being killed.
+
+    Attributes:
+        steps: their numbers, ascending.
+        different: those whose losses, gradient norm or learning rate are not the same in every bit.
+    """
+
+    steps: tuple[int, ...]
+    different: tuple[int, ...]
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Self:
+        """Compares the first and the last job of a run.
+
+        JSON holds a float with as many digits as it takes to get the same bits back.
+        """
+        jobs: list[dict[int, tuple]] = []
+        for event in events:
+            if event["event"] == "run_start":
+                jobs.append({})
+            elif event["event"] == "step":
+                numbers = (event["loss"], event["grad_norm"], event["learning_rate"])
+                jobs[-1][event["step"]] = numbers
+        first, last = jobs[0], jobs[-1]
+        steps = sorted(first.keys() & last.keys()) if len(jobs) > 1 else []
+        return cls(tuple(steps), tuple(step for step in steps if first[step] != last[step]))
+
+    @property
+    def exact(self) -> bool:
+        """Whether there is something to compare, and no difference."""
+        return bool(self.steps) and not self.different
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "unknown: no step was done twice"
+        span = f"steps {self.steps[0]} to {self.steps[-1]} were done twice"
+        if self.exact:
+            return f"yes: {span}, with the same loss and gradient norm in every bit"
+        return f"NO: {span}, and these differ: {', '.join(map(str, self.different))}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the run came to.
+
+    Attributes:
+        training_loss: of the first step, and the mean over the last END_STEPS.
+        validation_loss: step -> loss of each evaluation.
+        tokens_per_second: median.
+        repeated: see there.
+    """
+
+    training_loss: tuple[float, float]
+    validation_loss: dict[int, float]
+    tokens_per_second: float
+    repeated: Repeated
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Self:
+        """Reads the events of a run that has ended."""
+        summary = RunSummary.from_events(events)
+        losses = list(summary.losses.values())
+        last = losses[-END_STEPS:]
+        return cls(
+            training_loss=(losses[0], sum(last) / len(last)),
+            validation_loss={
+                event["step"]: event["loss"][MAIN_LOSS]
+                for event in events
+                if event["event"] == "evaluation"
+            },
+            tokens_per_second=summary.tokens_per_second or 0.0,
+            repeated=Repeated.of(events),
+        )
+
+    @property
+    def good(self) -> bool:
+        """Whether the resume was exact and the loss fell."""
+        start, end = self.training_loss
+        return self.repeated.exact and end < start
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns (name, value) for people."""
+        start, end = self.training_loss
+        first, last = min(self.validation_loss), max(self.validation_loss)
+        change = f"{end / start - 1:+.0%}"
+        return [
+            ("training loss", f"{start:.2f} at step 1, {end:.2f} at the end ({change})"),
+            (
+                "validation loss",
+                f"{self.validation_loss[first]:.2f} after step {first}, "
+                f"{self.validation_loss[last]:.2f} after step {last}",
+            ),
+            ("tokens/s", f"{self.tokens_per_second:,.0f} (median over steps)"),
+            ("resume exact", str(self.repeated)),
+        ]

@@ -1,0 +1,123 @@
+"""A torchrun job on this machine: start it, follow its events while it trains, kill it by pid."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from megatron_resilient.telemetry import EVENTS_FILE, Event, read_events
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_moe.py"
+POLL_SECONDS = 0.25
+
+
+class TrainingJob:
+    """`examples/pretrain_moe.py` on several ranks; a context manager that leaves none behind.
+
+    Attributes:
+        log: what the ranks print, after the command line that started them.
+    """
+
+    def __init__(self, ranks: int, flags: Sequence[str], run_dir: Path, log: Path) -> None:
+        """Starts the job.
+
+        Args:
+            ranks: processes, all on the CPU.
+            flags: of the script; the run folder and the device are added.
+            run_dir: the job appends its events there.
+            log: file for what the ranks print; an older one is replaced.
+
+        Raises:
+            OSError: no process can be started, or the log cannot be written.
+        """
+        self.log = log
+        self._run_dir = run_dir
+        self._seen = len(self._events())
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", str(ranks)),
+            *(str(SCRIPT), *flags),
+            *("--resilient-device", "cpu", "--resilient-run-dir", str(run_dir)),
+        ]
+        with log.open("w", encoding="utf-8") as output:
+            output.write(shlex.join(command) + "\n\n")
+            output.flush()
+            # A session of its own: Ctrl-C in the terminal reaches us only, and we end the job.
+            self._launcher = psutil.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | _environment(),
+                start_new_session=True,
+            )
+
+    def follow(self) -> Iterator[Event]:
+        """Yields the job's events as they are written, until it has ended.
+
+        Raises:
+            TelemetryError: a damaged line.
+        """
+        ended = False
+        while not ended:
+            # Asked before reading: what was written until the end is read in the last round.
+            ended = self.exit_code is not None
+            events = self._events()
+            yield from events[self._seen :]
+            self._seen = len(events)
+            if not ended:
+                time.sleep(POLL_SECONDS)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the launcher: 0 if all ranks ended well, None while it runs."""
+        return self._launcher.poll()
+
+    def kill(self) -> int:
+        """Kills the ranks and the launcher with SIGKILL.
+
+        Returns:
+            How many ranks were alive.
+        """
+        if self.exit_code is not None:
+            return 0
+        # Stopped first, so that it starts none while we count them.
+        self._launcher.suspend()
+        ranks = self._launcher.children()
+        processes = [self._launcher, *self._launcher.children(recursive=True)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes)
+        return len(ranks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def _events(self) -> list[Event]:
+        return read_events(self._run_dir) if (self._run_dir / EVENTS_FILE).exists() else []
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",  # the ranks share the cores
+        "GLOO_SOCKET_IFNAME": "lo",  # the host's name may not resolve, and need not
+        "CUDA_VISIBLE_DEVICES": "",
+        # Missing Transformer Engine and Apex are named once per rank and module.
+        "PYTHONWARNINGS": "ignore::UserWarning",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
