@@ -18,6 +18,12 @@ def _flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> An
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        flag = "--" + (PREFIX + name).replace("_", "-")
+        raise ConfigError(f"{flag} {value}: must be at least {least}")
+
+
 @dataclass(frozen=True)
 class DeviceConfig:
     """Where training runs."""
@@ -27,6 +33,50 @@ class DeviceConfig:
         "auto: the GPU if there is one, else the CPU with gloo. Read by enable(), before parsing.",
         DEVICES,
     )
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """Replicas of experts: how many, where, and when they are placed anew."""
+
+    slots_per_rank: int = _flag(
+        0,
+        "expert slots on each expert-parallel rank; more slots than experts / EP are filled with "
+        "replicas of hot experts; 0: stock, no replicas",
+    )
+    min_replicas: int = _flag(
+        2, "replicas that every expert keeps on different nodes, as far as slots suffice"
+    )
+    ranks_per_node: int = _flag(
+        0, "ranks that fail together; 0: those of one machine (LOCAL_WORLD_SIZE)"
+    )
+    rebalance_interval: int = _flag(
+        200, "steps between two looks at the load and perhaps a new placement; 0: never"
+    )
+    load_window: int = _flag(
+        0, "last steps before a look whose load counts; 0: all since the look before"
+    )
+    rebalance_threshold: float = _flag(
+        0.05, "least predicted fall of max/mean tokens per rank for which experts are moved"
+    )
+    check_replicas_interval: int = _flag(
+        0, "steps between two checks that replicas are bit-identical; 0: never"
+    )
+    max_expert_gib: float = _flag(
+        0.0, "refuse to start if a rank's slots need more GiB (weights, gradients, moments); 0: any"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("slots_per_rank", "ranks_per_node", "rebalance_interval", "load_window"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("rebalance_threshold", "check_replicas_interval", "max_expert_gib"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("min_replicas", self.min_replicas, 1)
+        if self.load_window > self.rebalance_interval > 0:
+            raise ConfigError(
+                f"--resilient-load-window {self.load_window}: must not exceed "
+                f"--resilient-rebalance-interval {self.rebalance_interval}"
+            )
 
 
 @dataclass(frozen=True)
@@ -43,11 +93,7 @@ class TelemetryConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.expert_load_interval < 0:
-            raise ConfigError(
-                f"--resilient-expert-load-interval {self.expert_load_interval}: must be 0 (none) "
-                "or a number of steps"
-            )
+        _at_least("expert_load_interval", self.expert_load_interval, 0)
 
 
 @dataclass(frozen=True)
@@ -55,10 +101,15 @@ class ResilientConfig:
     """All sections together."""
 
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
 
-SECTIONS: dict[str, type] = {"device": DeviceConfig, "telemetry": TelemetryConfig}
+SECTIONS: dict[str, type] = {
+    "device": DeviceConfig,
+    "replicas": ReplicaConfig,
+    "telemetry": TelemetryConfig,
+}
 
 
 def flag_name(section_field: "Field[Any]") -> str:

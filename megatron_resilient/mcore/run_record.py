@@ -119,7 +119,8 @@ class RunRecord:
             self.write("evaluation", loss={key: float(value) for key, value in losses.items()})
 
     def save_started(self, iteration: int) -> None:
-        """Records that a checkpoint save begins."""
+        """Records that a checkpoint save begins; from now on training stands still."""
+        start = time.perf_counter()
         args = get_args()
         save = {
             "path": os.path.join(args.save, f"iter_{iteration:07d}"),
@@ -127,11 +128,12 @@ class RunRecord:
         }
         if self.speaks:
             self.write("checkpoint_save_start", **save)
-        self._pending.append({**save, "start": time.perf_counter()})
+        self._pending.append({**save, "start": start})
 
-    def save_returned(self, iteration: int, stall_seconds: float) -> None:
+    def save_returned(self) -> None:
         """Records how long training stood still; a synchronous save is complete with it."""
-        self._pending[-1]["stall_seconds"] = stall_seconds
+        save = self._pending[-1]
+        save["stall_seconds"] = time.perf_counter() - save["start"]
         self.saves_finalized()
 
     def saves_finalized(self) -> None:

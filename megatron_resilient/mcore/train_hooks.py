@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_resilient.errors import CheckpointError, ResilientError
+from megatron_resilient.mcore import replicas
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
@@ -46,6 +48,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     global _record
     _check_same_patches()
     model, optimizer, scheduler = original(*args, **kwargs)
+    replicas.install(model, get_model_config(model[0]))
     _record = RunRecord.start(model)
     if get_args().iteration:
         _record.loaded(_load_seconds)
@@ -79,10 +82,9 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
     """Saves; how long training stood still for it goes into the record."""
     if _record is None:
         return original(iteration, *args, **kwargs)
-    start = time.perf_counter()
     _record.save_started(iteration)
     result = original(iteration, *args, **kwargs)
-    _record.save_returned(iteration, stall_seconds=time.perf_counter() - start)
+    _record.save_returned()
     return result
 
 

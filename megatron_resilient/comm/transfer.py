@@ -1,0 +1,115 @@
+"""Moves experts between ranks: whoever holds an expert gives it to whoever should hold it.
+
+A holding says which logical experts each rank has, slot by slot: `holding[rank][slot]`. Every rank
+knows both holdings, so the plan needs no communication and is the same everywhere.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Holding = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One copy of an expert: from a slot of a rank into a slot of a rank, perhaps the same one."""
+
+    expert: int
+    source: tuple[int, int]
+    target: tuple[int, int]
+
+
+def plan_fetches(held: Holding, wanted: Holding) -> list[Fetch]:
+    """Decides where each wanted slot gets its expert from.
+
+    A rank that has the expert copies its own; else it comes from the holder with the fewest fetches
+    so far, ties by rank. O(slots x holders).
+
+    Args:
+        held: experts by rank and slot before.
+        wanted: experts by rank and slot after; the same number of ranks, any number of slots.
+
+    Raises:
+        KeyError: a wanted expert is held nowhere.
+    """
+    holders: dict[int, dict[int, int]] = {}
+    for rank, slots in enumerate(held):
+        for slot, expert in enumerate(slots):
+            holders.setdefault(expert, {}).setdefault(rank, slot)
+    given: Counter[int] = Counter()
+    fetches = []
+    for rank, slots in enumerate(wanted):
+        for slot, expert in enumerate(slots):
+            sources = holders[expert]
+            source = rank
+            if rank not in sources:
+                source = min(sources, key=lambda candidate: (given[candidate], candidate))
+                given[source] += 1
+            fetches.append(Fetch(expert, (source, sources[source]), (rank, slot)))
+    return fetches
+
+
+def transfer(
+    fetches: Sequence[Fetch],
+    sources: Sequence[Sequence[torch.Tensor]],
+    targets: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> int:
+    """Carries out a plan for all tensors of all experts. Collective over `group`.
+
+    All sources are read before a target is written, so the two may be the same memory. One
+    all-to-all per dtype.
+
+    Args:
+        fetches: the plan, the same on every rank; ranks are those of `group`.
+        sources: for each kind of tensor (fc1 weight, its first moment, ...) one tensor per slot
+            held before. All slots of a kind have one shape and dtype, the same on every rank.
+        targets: the same for the slots wanted; the same kinds in the same order.
+        group: the ranks of the holdings.
+
+    Returns:
+        Bytes that this rank sent to others.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    sent_bytes = 0
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for kind, tensors in enumerate(targets):
+        by_dtype.setdefault(tensors[0].dtype, []).append(kind)
+    with torch.no_grad():
+        for kinds in by_dtype.values():
+            outgoing: list[list[torch.Tensor]] = [[] for _ in range(world)]
+            incoming: list[list[torch.Tensor]] = [[] for _ in range(world)]
+            for fetch in fetches:
+                (giver, source), (taker, target) = fetch.source, fetch.target
+                if giver == rank:
+                    outgoing[taker] += [sources[kind][source].reshape(-1) for kind in kinds]
+                if taker == rank:
+                    incoming[giver] += [targets[kind][target] for kind in kinds]
+            sent, received = _exchange(outgoing, incoming, group)
+            sent_bytes += sent
+            for tensors, flat in zip(incoming, received, strict=True):
+                pieces = flat.split([tensor.numel() for tensor in tensors])
+                for tensor, piece in zip(tensors, pieces, strict=True):
+                    tensor.copy_(piece.view_as(tensor))
+    return sent_bytes
+
+
+def _exchange(
+    outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]], group: dist.ProcessGroup
+) -> tuple[int, list[torch.Tensor]]:
+    rank = dist.get_rank(group)
+    example = next((t for tensors in (*incoming, *outgoing) for t in tensors), None)
+    if example is None:
+        example = torch.empty(0)
+    send_sizes = [sum(t.numel() for t in tensors) for tensors in outgoing]
+    receive_sizes = [sum(t.numel() for t in tensors) for tensors in incoming]
+    empty = example.new_empty(0)
+    send = torch.cat([empty, *(t for tensors in outgoing for t in tensors)])
+    receive = example.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=group)
+    sent = sum(size for peer, size in enumerate(send_sizes) if peer != rank)
+    return sent * example.element_size(), list(receive.split(receive_sizes))

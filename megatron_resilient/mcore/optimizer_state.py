@@ -1,0 +1,54 @@
+"""Where an optimizer keeps what belongs to a parameter."""
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import nn
+
+
+def state_tensors(optimizer: Any, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """Returns what moves with a parameter besides itself: its fp32 copy and its moments.
+
+    Scalars such as AdamW's step are left out: they are the same for all parameters of a group.
+
+    Args:
+        optimizer: Megatron's ChainedOptimizer or one of those in it.
+        parameter: a parameter of the model.
+
+    Returns:
+        {name: tensor}: `main` where there is a separate fp32 copy, then the moments that exist
+        (none before the first step). Moments and copy have the parameter's elements in its order.
+
+    Raises:
+        KeyError: no optimizer has the parameter.
+    """
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        main = _main_parameter(single, parameter)
+        if main is None:
+            continue
+        tensors = {} if main is parameter else {"main": main.data}
+        state = single.optimizer.state.get(main, {})
+        for name in sorted(state):
+            if isinstance(state[name], torch.Tensor) and state[name].numel() == main.numel() > 1:
+                tensors[name] = state[name]
+        if main is not parameter and main.data_ptr() == parameter.data_ptr():
+            del tensors["main"]  # fp32: the optimizer's copy is a view of the model's
+        return tensors
+    raise KeyError("no optimizer has this parameter")
+
+
+def _main_parameter(optimizer: Any, parameter: nn.Parameter) -> torch.Tensor | None:
+    """Returns the tensor that the inner optimizer steps for a model parameter."""
+    if isinstance(optimizer, DistributedOptimizer):
+        if parameter not in optimizer.model_param_group_index_map:
+            return None
+        group, position = optimizer.model_param_group_index_map[parameter]
+        main: torch.Tensor = optimizer.optimizer.param_groups[group]["params"][position]
+        return main
+    own = getattr(parameter, "main_param", None)
+    wanted = parameter if own is None else own
+    for group in optimizer.optimizer.param_groups:
+        if any(candidate is wanted for candidate in group["params"]):
+            return wanted
+    return None

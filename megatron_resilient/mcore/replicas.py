@@ -1,0 +1,106 @@
+"""The replicated MoE layers of a model: how they are built, found and kept in step."""
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.training import get_args
+from torch import nn
+
+from megatron_resilient.comm.replica_sum import ReplicaSum
+from megatron_resilient.comm.transfer import Holding
+from megatron_resilient.config import config_from_args
+from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.algorithms.rank_plan import plan_layers
+
+
+def plan(loads: Sequence[Sequence[int]], ranks: int) -> list[Holding]:
+    """Plans holdings of an expert-parallel domain for the loads of its layers.
+
+    Args:
+        loads: tokens of every logical expert, layer by layer.
+        ranks: expert-parallel ranks.
+    """
+    replicas = config_from_args(get_args()).replicas
+    per_node = replicas.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Ranks of one expert-parallel domain on one node; expert tensor parallelism takes its share.
+    per_node = max(1, min(ranks, per_node // (get_args().expert_tensor_parallel_size or 1)))
+    return plan_layers(loads, ranks, per_node, replicas.slots_per_rank, replicas.min_replicas)
+
+
+def moe_layer(*args: Any, is_mtp_layer: bool = False, **kwargs: Any) -> MoELayer:
+    """Builds an MoE layer with the replicas that the flags ask for; takes MoELayer's arguments.
+
+    Layers of multi-token prediction stay stock: they are counted apart and seldom hot.
+    """
+    if is_mtp_layer:
+        return MoELayer(*args, is_mtp_layer=True, **kwargs)
+    config = kwargs.get("config", args[0] if args else None)
+    even = [[1] * config.num_moe_experts]
+    return ReplicatedMoELayer(
+        *args,
+        is_mtp_layer=False,
+        **kwargs,
+        slots_per_rank=config_from_args(get_args()).replicas.slots_per_rank,
+        first_holding=plan(even, config.expert_model_parallel_size)[0],
+    )
+
+
+def replicated_layers(model: list[nn.Module]) -> list[ReplicatedMoELayer]:
+    """Returns this rank's replicated layers by layer number."""
+    layers = [
+        module
+        for chunk in model
+        for module in chunk.modules()
+        if isinstance(module, ReplicatedMoELayer)
+    ]
+    return sorted(layers, key=lambda layer: layer.layer_number)
+
+
+class ReplicaGradients:
+    """Sums the gradients of replicas, all layers at once."""
+
+    def __init__(self, layers: list[ReplicatedMoELayer]):
+        self._layers = layers
+        self._planned_for: list[Holding] = []
+        self._sum: ReplicaSum | None = None
+
+    def __call__(self) -> None:
+        """Replaces each replica's gradient by the sum over the expert's replicas. Collective."""
+        kinds = [layer.parameters_by_kind() for layer in self._layers]
+        holdings = [layer.holding for layer in self._layers]
+        if self._sum is None or holdings != self._planned_for:
+            self._planned_for = holdings
+            self._sum = ReplicaSum(
+                [h for h, kind in zip(holdings, kinds, strict=True) for _ in kind],
+                [parameters[0].numel() for kind in kinds for parameters in kind.values()],
+                self._layers[0].ep_group,
+            )
+        parameters = itertools.chain.from_iterable(p for kind in kinds for p in kind.values())
+        self._sum([parameter.main_grad for parameter in parameters])
+
+
+def install(model: list[nn.Module], model_config: Any) -> list[ReplicatedMoELayer]:
+    """Has the gradients of replicas summed where Megatron finalizes gradients.
+
+    Returns:
+        The replicated layers; without any, nothing is changed.
+    """
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    layers = replicated_layers(model)
+    if not layers:
+        return layers
+    inner = model_config.finalize_model_grads_func or finalize_model_grads
+    sum_replicas = ReplicaGradients(layers)
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        inner(*args, **kwargs)
+        with torch.no_grad():
+            sum_replicas()
+
+    model_config.finalize_model_grads_func = finalize
+    return layers
