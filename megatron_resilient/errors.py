@@ -39,3 +39,11 @@ class UnrecoverablePlanError(PlanError):
 
 class NonFiniteRouterError(ResilientError, FloatingPointError):
     """A router gave NaN or infinite probabilities; the step is refused before tokens are sent."""
+
+
+class PlanMismatchError(ResilientError):
+    """Ranks that must plan the same planned differently."""
+
+
+class ReplicaMismatchError(ResilientError):
+    """Replicas of one expert, which must be equal bit by bit, are not."""

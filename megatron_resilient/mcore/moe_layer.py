@@ -45,7 +45,7 @@ class ReplicatedMoELayer(MoELayer):
         *,
         slots_per_rank: int,
         first_holding: Holding,
-    ):
+    ):  # noqa: D417
         """See MoELayer for the other arguments.
 
         Args:

@@ -10,11 +10,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.training import get_args
 from torch import nn
 
+from megatron_resilient.algorithms.rank_plan import plan_layers
 from megatron_resilient.comm.replica_sum import ReplicaSum
 from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.config import config_from_args
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
-from megatron_resilient.algorithms.rank_plan import plan_layers
 
 
 def plan(loads: Sequence[Sequence[int]], ranks: int) -> list[Holding]:
@@ -83,17 +83,15 @@ class ReplicaGradients:
         self._sum([parameter.main_grad for parameter in parameters])
 
 
-def install(model: list[nn.Module], model_config: Any) -> list[ReplicatedMoELayer]:
+def sum_gradients_of(layers: list[ReplicatedMoELayer], model_config: Any) -> None:
     """Has the gradients of replicas summed where Megatron finalizes gradients.
 
-    Returns:
-        The replicated layers; without any, nothing is changed.
+    Args:
+        layers: the replicated layers of this rank; at least one.
+        model_config: the configuration from which the training loop takes its functions.
     """
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-    layers = replicated_layers(model)
-    if not layers:
-        return layers
     inner = model_config.finalize_model_grads_func or finalize_model_grads
     sum_replicas = ReplicaGradients(layers)
 
@@ -103,4 +101,3 @@ def install(model: list[nn.Module], model_config: Any) -> list[ReplicatedMoELaye
             sum_replicas()
 
     model_config.finalize_model_grads_func = finalize
-    return layers

@@ -1,10 +1,11 @@
 """What one process knows about the run in progress, and what it writes into the run folder."""
 
+import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import mpu
@@ -18,6 +19,9 @@ from megatron_resilient.config import ResilientConfig, config_from_args
 from megatron_resilient.mcore.expert_load import ExpertLoad
 from megatron_resilient.patching import apply
 from megatron_resilient.telemetry import EventLog, write_summary
+
+if TYPE_CHECKING:
+    from megatron_resilient.mcore.rebalance import Move
 
 DEFAULT_RUN_DIR = "resilient_run"
 _ARGUMENTS_OF_INTEREST = (
@@ -112,6 +116,13 @@ class RunRecord:
         for layer, tokens in loads.items():
             mean = sum(tokens) / len(tokens)
             _plot(f"moe/load_imbalance_layer_{layer}", max(tokens) / mean if mean else 1, self.step)
+
+    def rebalanced(self, move: "Move") -> None:
+        """Records that experts were moved."""
+        if self.speaks:
+            self.write("rebalance", **dataclasses.asdict(move))
+            _plot("moe/rebalance_imbalance_before", move.imbalance_before, self.step)
+            _plot("moe/rebalance_imbalance_after", move.imbalance_after, self.step)
 
     def evaluated(self, losses: dict[str, torch.Tensor]) -> None:
         """Records the losses of an evaluation after the current step."""

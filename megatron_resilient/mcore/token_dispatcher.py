@@ -49,9 +49,9 @@ def count_tokens(
         NonFiniteRouterError: a router gave NaN or infinite probabilities; on every rank of the
             group, before any token is sent.
     """
-    counts = torch.cat(
-        [routing_map_TE.sum(dim=0), (~torch.isfinite(probs_TE)).sum().view(1)]
-    ).to(torch.int64)
+    counts = torch.cat([routing_map_TE.sum(dim=0), (~torch.isfinite(probs_TE)).sum().view(1)]).to(
+        torch.int64
+    )
     ranks = dist.get_world_size(group)
     gathered = counts.new_empty(ranks * counts.numel())
     if ranks > 1:

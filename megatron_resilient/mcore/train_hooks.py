@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +10,17 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import replicas
+from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.rebalance import Rebalancer
+from megatron_resilient.mcore.replica_check import check_replicas
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
 _record: RunRecord | None = None
+_replicas: "_ReplicaHooks | None" = None
 _load_seconds = 0.0  # of the last load, which ends before the record begins
 
 
@@ -33,7 +39,8 @@ def close(exit_code: int) -> None:
 
 def forget() -> None:
     """Drops the record without ending it: the same run goes on, or its end is written already."""
-    global _record
+    global _record, _replicas
+    _replicas = None
     if _record is not None:
         _record.log.close()
         _record = None
@@ -45,11 +52,11 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     Raises:
         PatchError: ranks run different patches or upstream code.
     """
-    global _record
+    global _record, _replicas
     _check_same_patches()
     model, optimizer, scheduler = original(*args, **kwargs)
-    replicas.install(model, get_model_config(model[0]))
     _record = RunRecord.start(model)
+    _replicas = _ReplicaHooks.attach(model, optimizer)
     if get_args().iteration:
         _record.loaded(_load_seconds)
     return model, optimizer, scheduler
@@ -66,6 +73,8 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         _record.step = kwargs.get("iteration", _record.step)
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
         _record.after_step(seconds, result, _learning_rate(optimizer))
+        if _replicas is not None:
+            _replicas.after_step(_record, seconds)
     return result
 
 
@@ -115,6 +124,32 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
     global _load_seconds
     _load_seconds = time.perf_counter() - start
     return result
+
+
+@dataclass(frozen=True)
+class _ReplicaHooks:
+    """What replicated layers need between steps."""
+
+    layers: list[ReplicatedMoELayer]
+    rebalancer: Rebalancer
+    check_interval: int
+
+    @classmethod
+    def attach(cls, model: list[torch.nn.Module], optimizer: Any) -> "_ReplicaHooks | None":
+        layers = replicas.replicated_layers(model)
+        if not layers or optimizer is None:
+            return None
+        config = config_from_args(get_args()).replicas
+        replicas.sum_gradients_of(layers, get_model_config(model[0]))
+        rebalancer = Rebalancer(model, layers, optimizer, config)
+        return cls(layers, rebalancer, config.check_replicas_interval)
+
+    def after_step(self, record: RunRecord, seconds: float) -> None:
+        move = self.rebalancer.after_step(record.step, seconds)
+        if move is not None:
+            record.rebalanced(move)
+        if self.check_interval and record.step % self.check_interval == 0:
+            check_replicas(self.layers)
 
 
 def _check_same_patches() -> None:
