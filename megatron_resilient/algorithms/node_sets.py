@@ -4,7 +4,7 @@ A set is fatal when losing all its nodes loses the last replica of some expert. 
 sets matter: losing a larger one loses a smaller one too.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,14 @@ def from_rows(rows: npt.NDArray[np.bool_]) -> list[int]:
     """Returns one set per row of a boolean matrix [sets, nodes]."""
     packed = np.packbits(rows, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
+
+
+def to_rows(node_sets: Sequence[int], nodes: int) -> npt.NDArray[np.bool_]:
+    """Returns the boolean matrix [sets, nodes] of some sets: the inverse of `from_rows`."""
+    size = -(-nodes // 8)
+    packed = np.frombuffer(b"".join(s.to_bytes(size, "little") for s in node_sets), dtype=np.uint8)
+    rows = np.unpackbits(packed.reshape(-1, size), axis=1, count=nodes, bitorder="little")
+    return rows.view(np.bool_)
 
 
 def minimal(node_sets: Iterable[int]) -> list[int]:

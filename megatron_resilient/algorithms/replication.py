@@ -50,7 +50,7 @@ def allocate_replicas(
         PlanError: A load or a size that makes no sense.
         UnrecoverablePlanError: Fewer slots than experts.
     """
-    tokens = _exact(loads)
+    tokens = exact_loads(loads)
     experts = len(tokens)
     if min_replicas < 1:
         raise PlanError(f"min_replicas is {min_replicas}: it must be at least 1")
@@ -66,7 +66,7 @@ def allocate_replicas(
     for position, expert in enumerate(sorted(range(experts), key=lambda e: (tokens[e], e))):
         experts_left = experts - position
         if tokens_left > 0:
-            share = math.floor(tokens[expert] * slots_left / Fraction(tokens_left))
+            share = math.floor(tokens[expert] * slots_left // tokens_left)
         else:  # nobody has tokens: share evenly
             share = slots_left // experts_left
         replicas[expert] = max(share, minimum)
@@ -80,7 +80,7 @@ def slot_imbalance(loads: Sequence[int | float | Fraction], replicas: Sequence[i
 
     1.0 is perfect, and what a layer without tokens has.
     """
-    tokens = _exact(loads)
+    tokens = exact_loads(loads)
     total = sum(tokens)
     if not total:
         return 1.0
@@ -88,7 +88,12 @@ def slot_imbalance(loads: Sequence[int | float | Fraction], replicas: Sequence[i
     return float(fullest * sum(replicas) / total)
 
 
-def _exact(loads: Iterable[int | float | Fraction]) -> list[Load]:
+def exact_loads(loads: Iterable[int | float | Fraction]) -> list[Load]:
+    """Returns loads as exact numbers.
+
+    Raises:
+        PlanError: A load that is negative or not finite, or no load at all.
+    """
     exact: list[Load] = []
     for expert, load in enumerate(loads):
         value = float(load)

@@ -4,10 +4,11 @@ All arithmetic is in integers, so that every rank computes the same layout whate
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_resilient.algorithms.replication import Load
 
 IntArray = npt.NDArray[np.int64]
 
@@ -15,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 _TOTAL_WEIGHT = 1 << 40
 
 
-def replica_weights(loads: Sequence[int | Fraction], replicas: Sequence[int]) -> IntArray:
+def replica_weights(loads: Sequence[Load], replicas: Sequence[int]) -> IntArray:
     """Returns the share of the layer's tokens that one replica of each expert is to expect.
 
     The unit is 2^-40 of all tokens; without any tokens the weights are zero.
@@ -23,7 +24,7 @@ def replica_weights(loads: Sequence[int | Fraction], replicas: Sequence[int]) ->
     total = sum(loads) or 1
     return np.array(
         [
-            int(_TOTAL_WEIGHT * load / Fraction(total * count))
+            _TOTAL_WEIGHT * load // (total * count)
             for load, count in zip(loads, replicas, strict=True)
         ],
         dtype=np.int64,
@@ -48,7 +49,7 @@ def fill_nodes(
     Returns:
         Expert in every slot, [nodes, slots_per_node], ascending within a node.
     """
-    experts, nodes = held.shape
+    nodes = held.shape[1]
     copies = held.astype(np.int64).T  # [nodes, experts]
     spare = np.asarray(replicas, dtype=np.int64) - held.sum(axis=1)
     room = slots_per_node - copies.sum(axis=1)
@@ -64,9 +65,8 @@ def fill_nodes(
             tokens[chosen] += weights[expert]
             room[chosen] -= 1
             spare[expert] -= len(chosen)
-    return np.repeat(np.tile(np.arange(experts), nodes), copies.ravel()).reshape(
-        nodes, slots_per_node
-    )
+    node, expert_there = np.nonzero(copies)
+    return np.repeat(expert_there, copies[node, expert_there]).reshape(nodes, slots_per_node)
 
 
 def order_by_rank(slots: IntArray, weights: IntArray, ranks_per_node: int) -> IntArray:
