@@ -1,0 +1,40 @@
+"""megatron.training.datasets.data_samplers: data loaders leave the CPU's random numbers alone."""
+
+import functools
+
+from megatron_resilient.patching.registry import Patch
+
+from .torch_norm import MEGATRON
+
+
+def _build_pretraining_data_loader(original):
+    @functools.wraps(original)
+    def build_pretraining_data_loader(*args, **kwargs):
+        import torch
+        from megatron.training import get_args
+
+        loader = original(*args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(get_args().seed)
+        return loader
+
+    return build_pretraining_data_loader
+
+
+PATCHES = (
+    Patch(
+        id="cpu.data-loader-generator",
+        group="cpu",
+        target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+        kind="wrap",
+        make=_build_pretraining_data_loader,
+        reason="A data loader draws a seed for its workers from the CPU's generator, which here is "
+        "the one that dropout uses: a resumed run, whose loader starts after the checkpoint is "
+        "loaded, drops other activations than the run that was not interrupted.",
+        no_seam="The function builds the loader without a generator.",
+        upstream="megatron-core",
+        versions=MEGATRON,
+        bound_in=("megatron.training.training:build_pretraining_data_loader",),
+        removable_when="The loader is given a generator.",
+    ),
+)
