@@ -57,7 +57,9 @@ class ReplicaConfig:
         0, "last steps before a look whose load counts; 0: all since the look before"
     )
     rebalance_threshold: float = _flag(
-        0.05, "least predicted fall of max/mean tokens per rank for which experts are moved"
+        0.05,
+        "least predicted fall of max/mean tokens per rank for which experts are moved, if that "
+        "also saves more time than it costs; 0: move at every look",
     )
     check_replicas_interval: int = _flag(
         0, "steps between two checks that replicas are bit-identical; 0: never"

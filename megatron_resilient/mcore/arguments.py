@@ -10,7 +10,7 @@ from typing import NoReturn
 from megatron_resilient import plugin
 from megatron_resilient.config import add_flags, config_from_args
 from megatron_resilient.errors import ConfigError
-from megatron_resilient.mcore import cpu
+from megatron_resilient.mcore import cpu, replica_arguments
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -30,6 +30,7 @@ def parse_and_validate(
     Raises:
         ConfigError: a flag, ours or Megatron's, or a combination that cannot work. One line.
     """
+    parsers: list[_Parser] = []
 
     def provider(parser):
         add_flags(parser)
@@ -40,10 +41,13 @@ def parse_and_validate(
         # Megatron makes the parser itself and parses right after this call; a subclass in place
         # is how our checks come before Megatron's without another patch.
         parser.__class__ = _Parser
+        parsers.append(parser)
         return parser
 
     try:
-        return original(extra_args_provider=provider, **options)
+        args = original(extra_args_provider=provider, **options)
+        args.num_experts = parsers[0].logical_experts or args.num_experts
+        return args
     except ConfigError:
         raise
     except (AssertionError, ValueError, RuntimeError, KeyError) as error:
@@ -53,12 +57,19 @@ def parse_and_validate(
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without a usage text of a thousand flags."""
 
+    logical_experts: int | None = None
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help lists all flags)")
 
     def parse_known_args(self, args=None, namespace=None):
         parsed, unknown = super().parse_known_args(args, namespace)
         check(parsed)
+        if parsed.resilient_slots_per_rank and parsed.num_experts:
+            # Slots need not divide the experts among ranks; Megatron's validation demands it.
+            self.logical_experts = parsed.num_experts
+            ranks = parsed.expert_model_parallel_size
+            parsed.num_experts = -(-parsed.num_experts // ranks) * ranks
         return parsed, unknown
 
 
@@ -68,10 +79,11 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the flag and what to do.
     """
-    config_from_args(args)
+    config = config_from_args(args)
     if plugin.on_cpu():
         cpu.adapt(args)
     _check_layout(args)
+    replica_arguments.check(args, config.replicas)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:
         raise ConfigError(

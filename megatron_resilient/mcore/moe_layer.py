@@ -30,6 +30,12 @@ class ReplicatedMoELayer(MoELayer):
     Training is the same as without replicas up to the order of sums, provided that the gradients
     of replicas are summed before the optimizer steps (`grad_sync`).
 
+    Args:
+        slots_per_rank: replica slots on each expert-parallel rank.
+        first_holding: logical expert of each slot, by rank of the expert-parallel group.
+
+    The other arguments are MoELayer's.
+
     Attributes:
         slots: where the slots are; changed by `set_holding` only, between two steps.
     """
@@ -45,13 +51,8 @@ class ReplicatedMoELayer(MoELayer):
         *,
         slots_per_rank: int,
         first_holding: Holding,
-    ):  # noqa: D417
-        """See MoELayer for the other arguments.
-
-        Args:
-            slots_per_rank: replica slots on each expert-parallel rank.
-            first_holding: logical expert of each slot, by rank of the expert-parallel group.
-        """
+    ):
+        """Builds the layer; the arguments that are not Megatron's stand in the class docstring."""
         pg_collection = pg_collection or get_default_pg_collection()
         assert submodules is not None
         slot_config = copy.copy(config)

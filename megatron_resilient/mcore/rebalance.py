@@ -114,6 +114,8 @@ class Rebalancer:
         return Move(before, after, moved, seconds)
 
     def _pays(self, before: float, after: float, fetches: list[list[Fetch]]) -> bool:
+        if self._config.rebalance_threshold == 0:
+            return True
         if before - after < self._config.rebalance_threshold:
             return False
         if self._bytes_per_second is None:

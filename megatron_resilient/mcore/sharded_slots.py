@@ -8,9 +8,15 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 from megatron_resilient.mcore.experts import slot_of_key
+
+Sharded = ShardedTensor | ShardedObject
 
 if TYPE_CHECKING:
     from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
@@ -73,20 +79,21 @@ class _Number:
                 return _map_tensors(lambda tensor: self._place(tensor, axis), build(*args))
 
             return dataclasses.replace(entry, build_fn=build_renumbered, **changes)
-        if not isinstance(entry, ShardedTensor):
-            raise TypeError(f"expected a sharded tensor, not {type(entry).__name__}")
         return self._place(dataclasses.replace(entry, **changes), axis)
 
-    def _place(self, tensor: ShardedTensor, axis: int | None) -> ShardedTensor:
-        """Puts a tensor where the expert's is along the axis of experts."""
+    def _place(self, entry: Sharded, axis: int | None) -> Sharded:
+        """Puts a tensor or an object where the expert's is along the axis of experts."""
         if axis is None:
-            return tensor
-        return dataclasses.replace(
-            tensor,
-            global_shape=_replaced(tensor.global_shape, axis, self.experts),
-            global_offset=_replaced(tensor.global_offset, axis, self.new),
-            axis_fragmentations=_replaced(tensor.axis_fragmentations, axis, self.experts),
-        )
+            return entry
+        changes: dict[str, Any] = {
+            "global_shape": _replaced(entry.global_shape, axis, self.experts),
+            "global_offset": _replaced(entry.global_offset, axis, self.new),
+        }
+        if isinstance(entry, ShardedTensor):
+            changes["axis_fragmentations"] = _replaced(
+                entry.axis_fragmentations, axis, self.experts
+            )
+        return dataclasses.replace(entry, **changes)
 
     def _rename(self, key: str) -> str:
         return key.replace(f".experts.{self.old}.", f".experts.{self.new}.")

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
+from megatron.training import get_args, print_rank_0
 
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import replicas
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
+from megatron_resilient.mcore.replica_arguments import memory_table
 from megatron_resilient.mcore.replica_check import check_replicas
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
@@ -140,6 +141,7 @@ class _ReplicaHooks:
         if not layers or optimizer is None:
             return None
         config = config_from_args(get_args()).replicas
+        print_rank_0("\n".join(memory_table(get_args(), config)))
         replicas.sum_gradients_of(layers, get_model_config(model[0]))
         rebalancer = Rebalancer(model, layers, optimizer, config)
         return cls(layers, rebalancer, config.check_replicas_interval)
