@@ -63,11 +63,18 @@ TINY = {
 }
 
 # What the plugin makes the default on a CPU and stock has to be told.
-CPU_FLAGS = (
-    "--distributed-backend gloo --transformer-impl local --attention-backend unfused "
-    "--no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
-    "--no-bias-swiglu-fusion --no-rope-fusion --num-workers 0 --async-strategy mcore"
-).split()
+CPU_FLAGS = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "attention_backend": "unfused",
+    "no_persist_layer_norm": True,
+    "no_masked_softmax_fusion": True,
+    "no_gradient_accumulation_fusion": True,
+    "no_bias_swiglu_fusion": True,
+    "no_rope_fusion": True,
+    "num_workers": 0,
+    "async_strategy": "mcore",
+}
 
 
 def flags(**changes) -> list[str]:
@@ -154,7 +161,7 @@ class PretrainPool:
         self._workers, self._replies, self._logs = [], [], []
         self._temporary = None if log_dir else tempfile.TemporaryDirectory(prefix="pretrain-pool-")
         log_dir = log_dir or Path(self._temporary.name)
-        self._added_flags = [] if plugin else CPU_FLAGS
+        self._defaults = {} if plugin else CPU_FLAGS
         self.is_open = True
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
@@ -201,7 +208,7 @@ class PretrainPool:
             **options: those of `run_argv`; every other name is a change of the model's flags.
         """
         own = {name: options.pop(name) for name in list(options) if name in _CASE_OPTIONS}
-        return self.run_argv(flags(**options), world, **own)
+        return self.run_argv(flags(**(self._defaults | options)), world, **own)
 
     def run_argv(
         self,
@@ -226,7 +233,7 @@ class PretrainPool:
             as_script: whether errors end the program as they do for a user (`Result.exits`).
         """
         case = {
-            "argv": [*argv, *self._added_flags],
+            "argv": argv,
             "digest": digest,
             "inspect": inspect,
             "without": sorted(without),
