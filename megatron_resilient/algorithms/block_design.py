@@ -27,6 +27,12 @@ _COARSE_REPLICAS = 16
 
 _MAX_BLOCKS_IN_DOUBT = 64
 
+# After so many sub-problems the first design found is taken for all others.
+_MAX_SUBPROBLEMS = 1_000
+
+# With up to this many blocks, the most replicated experts are tried as a closed block as well.
+_MAX_BLOCKS_FROM_BOTH_ENDS = 6
+
 # Sizes of an open block's group that are tried, per choice.
 _MAX_OPEN_GROUPS = 8
 
@@ -108,7 +114,7 @@ def open_block_design(
         classes.append(NodeClass(size * scale, tuple(range(start, start + slots_per_node))))
         coarse_nodes -= size
     designs = _Designs([count // scale for count in replicas], coarse_nodes)
-    best = designs.best(coarse_nodes, slots_per_node, fixed * slots_per_node, 0)
+    best = designs.best(coarse_nodes, slots_per_node, fixed * slots_per_node)
     if best is None:
         return None
     classes += [NodeClass(own.nodes * scale, own.experts) for own in best.classes()]
@@ -165,74 +171,102 @@ _Design = _Nested | _Closed | _Open
 
 
 class _Designs:
-    """Best designs of sub-problems: the experts from `first` on, of which each has `spent` less."""
+    """Best designs of sub-problems: experts `first` to `stop`, of which each has `spent` less."""
 
     def __init__(self, replicas: Sequence[int], nodes: int) -> None:
         self._replicas = tuple(replicas)
         compared = nodes if nodes <= 2 * _MAX_COMPARED_LOSSES else _MAX_COMPARED_LOSSES
         self._losses = LossPolynomials(nodes, compared)
         self._solve = cache(self._search)
+        self._solved = 0
 
-    def best(self, nodes: int, slots: int, first: int, spent: int) -> _Design | None:
-        found = self._solve(nodes, slots, first, spent)
+    def best(self, nodes: int, slots: int, first: int) -> _Design | None:
+        found = self._solve(nodes, slots, first, len(self._replicas), 0)
         return None if found is None else found[1]
 
-    def _search(self, nodes: int, slots: int, first: int, spent: int) -> tuple[int, _Design] | None:
+    def _search(
+        self, nodes: int, slots: int, first: int, stop: int, spent: int
+    ) -> tuple[int, _Design] | None:
         """Returns the polynomial of survivable losses, and the design."""
         losses = self._losses
-        experts = len(self._replicas) - first
+        experts = stop - first
         largest = min(self._replicas[first] - spent, nodes)
         if slots < 1 or largest < 1:
             return None
         if experts <= slots:
-            nested = _Nested(largest, nodes - largest, self._experts(first))
-            return (
-                losses.times(losses.some_kept(largest), losses.anything(nodes - largest)),
-                nested,
-            )
+            nested = _Nested(largest, nodes - largest, tuple(range(first, stop)))
+            return losses.times(losses.some_kept(largest), losses.anything(nodes - largest)), nested
+        self._solved += 1
         best: tuple[int, _Design] | None = None
-        unbeatable = losses.anything(nodes)
-        for size in self._block_sizes(largest, nodes, -(-experts // slots)):
-            outside = nodes - size
-            if outside and (rest := self._solve(outside, slots, first + slots, spent)):
-                closed = _Closed(size, self._experts(first, first + slots), rest[1])
-                survivable = losses.times(losses.some_kept(size), rest[0])
-                best = self._better(best, (survivable, closed))
-                if best[0] == unbeatable:
-                    return best
-            for group in self._open_groups(experts, slots):
-                if self._replicas[first + group] - spent <= outside:
-                    continue  # an expert that cannot be everywhere outside, and inside as well
-                inside = self._solve(size, slots - group, first + group, spent + outside)
-                if inside:
-                    design = _Open(
-                        self._experts(first, first + group),
-                        inside[1],
-                        outside,
-                        self._experts(first + group),
-                    )
-                    # Survivable: some node of the block is kept, and either a node outside is, or
-                    # what is kept of the block holds all other experts.
-                    some_outside = losses.times(losses.some_kept(size), losses.some_kept(outside))
-                    none_outside = losses.times(losses.all_lost(outside), inside[0])
-                    best = self._better(best, (some_outside + none_outside, design))
+        for found in self._options(nodes, slots, first, stop, spent):
+            if best is None or self._is_better(found[0], best[0]):
+                best = found
+            if best[0] == losses.anything(nodes):  # nothing can be better
+                break
+            if self._solved > _MAX_SUBPROBLEMS:  # what comes first is rank overlap
+                break
         return best
 
-    def _experts(self, first: int, stop: int | None = None) -> tuple[int, ...]:
-        return tuple(range(first, len(self._replicas) if stop is None else stop))
+    def _options(
+        self, nodes: int, slots: int, first: int, stop: int, spent: int
+    ) -> Iterator[tuple[int, _Design]]:
+        blocks = -(-(stop - first) // slots)
+        for size in self._block_sizes(first, spent, nodes, blocks):
+            yield from self._closed(size, nodes, slots, first, stop, spent, least_replicated=True)
+            for group in self._open_groups(stop - first, slots):
+                yield from self._open(size, group, nodes, slots, first, stop, spent)
+        if blocks <= _MAX_BLOCKS_FROM_BOTH_ENDS:
+            for size in self._block_sizes(stop - slots, spent, nodes, blocks):
+                yield from self._closed(
+                    size, nodes, slots, first, stop, spent, least_replicated=False
+                )
 
-    def _better(
-        self, one: tuple[int, _Design] | None, other: tuple[int, _Design]
-    ) -> tuple[int, _Design]:
-        """Returns the one with more survivable losses of the smallest size where they differ."""
-        if one is None:
-            return other
-        differs = self._losses.lowest_difference(one[0], other[0])
-        return one if differs is None or differs[0] >= differs[1] else other
+    def _closed(
+        self,
+        size: int,
+        nodes: int,
+        slots: int,
+        first: int,
+        stop: int,
+        spent: int,
+        *,
+        least_replicated: bool,
+    ) -> Iterator[tuple[int, _Design]]:
+        """A full block, for the least or for the most replicated of the experts."""
+        cut = first + slots if least_replicated else stop - slots
+        inside, others = (
+            ((first, cut), (cut, stop)) if least_replicated else ((cut, stop), (first, cut))
+        )
+        rest = self._solve(nodes - size, slots, *others, spent) if size < nodes else None
+        if rest:
+            survivable = self._losses.times(self._losses.some_kept(size), rest[0])
+            yield survivable, _Closed(size, tuple(range(*inside)), rest[1])
 
-    @staticmethod
-    def _block_sizes(largest: int, nodes: int, blocks: int) -> list[int]:
-        """Returns the largest size allowed, and even sizes where those are smaller."""
+    def _open(
+        self, size: int, group: int, nodes: int, slots: int, first: int, stop: int, spent: int
+    ) -> Iterator[tuple[int, _Design]]:
+        """A block with the `group` least replicated experts and slots left for all others."""
+        losses = self._losses
+        outside, cut = nodes - size, first + group
+        if self._replicas[cut] - spent <= outside:
+            return  # an expert that cannot be everywhere outside, and inside as well
+        inside = self._solve(size, slots - group, cut, stop, spent + outside)
+        if inside:
+            # Survivable: some node of the block is kept, and either a node outside is, or what is
+            # kept of the block holds all other experts.
+            some_outside = losses.times(losses.some_kept(size), losses.some_kept(outside))
+            none_outside = losses.times(losses.all_lost(outside), inside[0])
+            design = _Open(tuple(range(first, cut)), inside[1], outside, tuple(range(cut, stop)))
+            yield some_outside + none_outside, design
+
+    def _is_better(self, one: int, other: int) -> bool:
+        """Whether more losses are survivable, of the smallest size where the numbers differ."""
+        differs = self._losses.lowest_difference(one, other)
+        return differs is not None and differs[0] > differs[1]
+
+    def _block_sizes(self, first: int, spent: int, nodes: int, blocks: int) -> list[int]:
+        """Returns the largest size that `first` allows, and even sizes where those are smaller."""
+        largest = min(self._replicas[first] - spent, nodes)
         even = nodes // blocks
         return [largest, *(s for s in (even + 1, even) if 1 <= s < largest)]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -26,8 +27,9 @@ class LayerDesign:
         classes: Which nodes hold which experts; experts are positions in the ascending order of
             replica counts.
         method: How it was made: nested, blocks, open blocks, even spread or search.
-        optimal: Whether no placement survives more losses, for any number of lost nodes: True if
-            proven, None if not known.
+        optimal: Whether no placement has fewer fatal losses, of the smallest number of lost nodes
+            where the numbers differ: True if proven, False if one is known to have fewer for some
+            number of lost nodes, None if not known.
         effort: What the proof has cost, in sets of nodes weighed.
     """
 
@@ -44,7 +46,10 @@ def design_layer(
     min_distinct: Sequence[int],
     budget: int,
 ) -> LayerDesign:
-    """Chooses the design that survives most losses, those of the fewest nodes first.
+    """Chooses the design with the fewest fatal losses, those of the fewest nodes first.
+
+    But none that has more of them than maximum rank overlap, for any number of lost nodes (unless
+    only such a one gives every expert its minimum of distinct nodes).
 
     Args:
         replicas: Replica counts in ascending order, each at least 1; their sum is
@@ -54,24 +59,45 @@ def design_layer(
         min_distinct: Fewest distinct nodes for every expert; min(r_e, f, N) is always possible.
         budget: Sets of nodes to weigh at most for a proof.
     """
-    blocks = block_design.block_design(replicas, nodes, slots_per_node)
-    if block_design.is_block_optimal(replicas, nodes, slots_per_node) and reaches(
-        blocks, replicas, slots_per_node, min_distinct
-    ):
+
+    def allowed(classes: Sequence[NodeClass] | None) -> tuple[NodeClass, ...] | None:
+        if classes is None:
+            return None
+        return with_min_distinct(classes, replicas, slots_per_node, min_distinct)
+
+    overlap = block_design.block_design(replicas, nodes, slots_per_node)
+    blocks = allowed(overlap)
+    if blocks and block_design.is_block_optimal(replicas, nodes, slots_per_node):
         return LayerDesign(blocks, "nested" if len(replicas) <= slots_per_node else "blocks", True)
-    candidates = [(blocks, "blocks"), (even_spread(replicas, nodes), "even spread")]
-    opened = block_design.open_block_design(replicas, nodes, slots_per_node)
-    if opened is not None:
-        candidates.insert(0, (opened, "open blocks"))
-    allowed = [
-        (classes, method)
-        for classes, method in candidates
-        if reaches(classes, replicas, slots_per_node, min_distinct)
-    ]
-    classes, method = min(allowed, key=lambda candidate: weakness(candidate[0], nodes))
-    if nodes > MAX_SEARCHED_NODES:
-        return LayerDesign(classes, method, None)
-    return _prove(classes, method, replicas, slots_per_node, min_distinct, budget)
+    opened = allowed(block_design.open_block_design(replicas, nodes, slots_per_node))
+    spread = allowed(even_spread(replicas, nodes))
+    candidates = [(opened, "open blocks"), (blocks, "blocks"), (spread, "even spread")]
+    ceilings = fatal_losses(overlap, nodes)
+    known = [(own, method, fatal_losses(own, nodes)) for own, method in candidates if own]
+    classes, method, counts = min(
+        known,
+        key=lambda c: (excess(c[2], ceilings), c[2], _smallest_fatal_sets(c[0])),
+    )
+    optimal, effort = None, 0
+    if nodes <= MAX_SEARCHED_NODES:
+        limits: Sequence[int] | None
+        for limits in (None, ceilings):
+            better, complete, spent = _search(
+                classes, replicas, slots_per_node, min_distinct, limits, budget - effort
+            )
+            effort += spent
+            optimal = True if complete else None
+            if better is None:
+                break
+            found = fatal_losses(better, nodes)
+            if not excess(found, ceilings):
+                classes, method, counts = better, "search", found
+                break
+            # Better for few losses, worse than rank overlap for many: look again, below it.
+            known.append((better, "search", found))
+    if any(a < b for _, _, other in known for a, b in zip(other, counts, strict=True)):
+        optimal = False
+    return LayerDesign(classes, method, optimal, effort)
 
 
 def reserved_design(
@@ -125,44 +151,64 @@ def holders_in_line(classes: Sequence[NodeClass]) -> list[int]:
     return [found[expert] for expert in sorted(found)]
 
 
-def reaches(
+def with_min_distinct(
     classes: Sequence[NodeClass],
     replicas: Sequence[int],
     slots_per_node: int,
     min_distinct: Sequence[int],
-) -> bool:
-    """Whether every expert gets its minimum of distinct nodes, leftover replicas included."""
+) -> tuple[NodeClass, ...] | None:
+    """Returns the design, or one with leftover replicas put where experts lack distinct nodes.
+
+    None if that does not give every expert its minimum of distinct nodes.
+    """
+
+    def suffices(holders: Sequence[int]) -> bool:
+        return all(a.bit_count() >= b for a, b in zip(holders, min_distinct, strict=True))
+
     holders = holders_in_line(classes)
-    if all(own.bit_count() >= least for own, least in zip(holders, min_distinct, strict=True)):
-        return True
-    nodes = sum(own.nodes for own in classes)
-    held = node_sets.to_rows(holders, nodes)
+    if suffices(holders):
+        return tuple(classes)
+    held = node_sets.to_rows(holders, sum(own.nodes for own in classes))
     slots = fill_nodes(held, replicas, np.zeros(len(replicas), dtype=np.int64), slots_per_node)
-    distinct = [len(np.flatnonzero((slots == e).any(axis=1))) for e in range(len(replicas))]
-    return all(own >= least for own, least in zip(distinct, min_distinct, strict=True))
+    filled = classes_of([sorted(set(own)) for own in slots.tolist()])
+    return filled if suffices(holders_in_line(filled)) else None
 
 
-def weakness(classes: Sequence[NodeClass], nodes: int) -> tuple[list[int], list[int]]:
-    """Returns what to compare designs by: fatal losses by size, then how small fatal sets are."""
+def fatal_losses(classes: Sequence[NodeClass], nodes: int) -> list[int]:
+    """Returns how many losses of 0, 1, .. nodes are fatal, up to all nodes or 16 of them."""
     fatal = node_sets.minimal(holders_in_line(classes))
     most = min(nodes, _COMPARED_LOSSES)
     survivable = loss_sweep.count_survivable(fatal, nodes, most)
-    if survivable is None:  # too many fatal sets are open at once: count nothing in its favour
+    if survivable is None:  # too many fatal sets are open at once: take the worst for granted
         survivable = [0] * (most + 1)
-    return [-count for count in survivable], [-own.bit_count() for own in fatal]
+    return [comb(nodes, lost) - count for lost, count in enumerate(survivable)]
 
 
-def _prove(
-    classes: tuple[NodeClass, ...],
-    method: str,
+def excess(counts: Sequence[int], ceilings: Sequence[int]) -> int:
+    """Returns by how much counts exceed their ceilings, in total."""
+    return sum(max(count - most, 0) for count, most in zip(counts, ceilings, strict=True))
+
+
+def _smallest_fatal_sets(classes: Sequence[NodeClass]) -> list[int]:
+    """Returns what tells designs apart that survive all losses compared: larger sets are better."""
+    return [-own.bit_count() for own in node_sets.minimal(holders_in_line(classes))]
+
+
+def _search(
+    classes: Sequence[NodeClass],
     replicas: Sequence[int],
     slots_per_node: int,
     min_distinct: Sequence[int],
+    ceilings: Sequence[int] | None,
     budget: int,
-) -> LayerDesign:
-    """Searches for a better placement; there is none if the search ends within its budget."""
+) -> tuple[tuple[NodeClass, ...] | None, bool, int]:
+    """Searches for a better design.
+
+    Returns:
+        The design if there is one, whether everything was searched, and the effort.
+    """
     table = LossTable(sum(own.nodes for own in classes))
-    measure = CountMeasure(table)
+    measure = CountMeasure(table, ceilings)
     result = search_placement(
         replicas,
         slots_per_node,
@@ -173,10 +219,10 @@ def _prove(
         known_cost=measure(table.fatal(holders_in_line(classes))),
         budget=budget,
     )
-    if result.holders is not None:
-        held = [
-            tuple(e for e, own in enumerate(result.holders) if own >> node & 1)
-            for node in range(table.nodes)
-        ]
-        classes, method = classes_of(held), "search"
-    return LayerDesign(classes, method, True if result.complete else None, result.effort)
+    if result.holders is None:
+        return None, result.complete, result.effort
+    held = [
+        tuple(e for e, own in enumerate(result.holders) if own >> node & 1)
+        for node in range(table.nodes)
+    ]
+    return classes_of(held), result.complete, result.effort

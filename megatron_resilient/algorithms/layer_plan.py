@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from megatron_resilient.algorithms.token_assignment import least_imbalance
 
 # Loads are scaled to this sum where only their proportions matter.
 _SCALED_TOKENS = 1 << 24
+
+# Where the imbalance asked for is out of reach, up to this factor above the best is good enough.
+_CLOSE_TO_BEST = 1.05
 
 
 class LayerPlan:
@@ -57,6 +61,11 @@ class LayerPlan:
         self.method = ""
         self.optimal: bool | None = None
 
+    @property
+    def design(self) -> LayerDesign:
+        """The design as it is now."""
+        return LayerDesign(self.classes, self.method, self.optimal)
+
     def adopt(self, design: LayerDesign) -> None:
         """Takes a design, on the nodes 0, 1, .. in turn."""
         self.classes, self.method, self.optimal = design.classes, design.method, design.optimal
@@ -69,17 +78,19 @@ class LayerPlan:
 
     def adopt_weaker(self, classes: tuple[NodeClass, ...], method: str) -> None:
         """Takes a design for another reason than survival, and says so if that costs something."""
-        known = layer_design.weakness(self.classes, self.nodes)
-        weaker = layer_design.weakness(classes, self.nodes) > known
+        known = layer_design.fatal_losses(self.classes, self.nodes)
+        weaker = layer_design.excess(layer_design.fatal_losses(classes, self.nodes), known) > 0
         self.adopt(LayerDesign(classes, method, False if weaker else self.optimal))
 
     def hold(self, holders: Sequence[int], method: str) -> None:
         """Takes nodes for every position, whatever the design was."""
         self.holders, self.method = tuple(holders), method
 
-    def allows(self, classes: Sequence[NodeClass]) -> bool:
-        """Whether a design gives every expert its minimum of distinct nodes."""
-        return layer_design.reaches(classes, self.replicas, self.slots_per_node, self.min_distinct)
+    def allowed(self, classes: Sequence[NodeClass]) -> tuple[NodeClass, ...] | None:
+        """Returns the design with every expert on its minimum of distinct nodes, if possible."""
+        return layer_design.with_min_distinct(
+            classes, self.replicas, self.slots_per_node, self.min_distinct
+        )
 
     def seat(self, parts: Sequence[int]) -> None:
         """Takes the nodes of every class of the design."""
@@ -110,27 +121,25 @@ class LayerPlan:
         """Gives up survivable losses for balance until `max_imbalance` is kept, if it can be.
 
         Keeps as few slots of every node as possible free for leftover replicas of much-used
-        experts; takes the best balance there is if the limit cannot be kept.
+        experts. Where the limit cannot be kept, the best balance that can be is the limit.
         """
-        best_imbalance = self.imbalance(ranks_per_node)
-        survivable = best = LayerDesign(self.classes, self.method, self.optimal)
+        found = [(self.imbalance(ranks_per_node), self.design)]
         for reserved in range(1, self.slots_per_node):
-            if best_imbalance <= max_imbalance:
+            if found[-1][0] <= max_imbalance:
                 break
             classes = layer_design.reserved_design(
                 self.replicas, self.nodes, self.slots_per_node, reserved
             )
             if classes is None:
                 break
-            if not self.allows(classes):
-                continue
-            self.adopt(survivable)
-            self.adopt_weaker(classes, f"{reserved} slots of a node for balance")
-            imbalance = self.imbalance(ranks_per_node)
-            if imbalance < best_imbalance:
-                best_imbalance = imbalance
-                best = LayerDesign(self.classes, self.method, self.optimal)
-        self.adopt(best)
+            allowed = self.allowed(classes)
+            if allowed is not None:
+                self.adopt(found[0][1])
+                self.adopt_weaker(allowed, f"{reserved} slots of a node for balance")
+                found.append((self.imbalance(ranks_per_node), self.design))
+        limit, _ = min(found, key=itemgetter(0))
+        limit = max_imbalance if limit <= max_imbalance else limit * _CLOSE_TO_BEST
+        self.adopt(next(design for imbalance, design in found if imbalance <= limit))
 
     def _exchange_equals(self) -> None:
         """Deals experts with equally many replicas to their positions so that nodes balance."""

@@ -34,7 +34,7 @@ from megatron_resilient.algorithms.topology import Topology
 from megatron_resilient.errors import PlanError
 
 # Sets of nodes and exchanges that may be weighed for one plan, over all layers.
-DEFAULT_EFFORT = 200_000
+DEFAULT_EFFORT = 100_000
 
 # Clusters whose nodes differ are searched to the end up to this size: here no nodes are alike.
 _MAX_SEARCHED_UNLIKE_NODES = 8
@@ -55,10 +55,11 @@ class Placement:
             [i * s, (i + 1) * s), s = slots per node / ranks per node; they ascend within a rank.
         ranks_per_node: Ranks of a node.
         methods: How each layer was placed.
-        optimal: Whether each layer is: no placement of its replicas keeps all experts alive with a
-            higher probability, for any number of lost nodes (or, with a topology, for its failure
-            probabilities). True if proven, False if a better one is known but was given up for the
-            sake of other layers or of balance, None if not known.
+        optimal: Whether each layer is: no placement of its replicas has fewer fatal losses, of the
+            smallest number of lost nodes where the numbers differ (with a topology: a lower
+            probability of a fatal loss). True if proven; False if a better one is known, for some
+            number of lost nodes, but was given up (for the sake of other layers, of balance, or of
+            larger losses); None if not known.
     """
 
     slots: IntArray
@@ -175,12 +176,14 @@ def _check(
 
 def _design(layers: Sequence[LayerPlan], effort: int) -> None:
     """Designs every layer by itself; layers with the same counts share a design."""
+    distinct = {(layer.replicas, layer.min_distinct) for layer in layers}
     designs: dict[tuple[tuple[int, ...], tuple[int, ...]], LayerDesign] = {}
     for layer in layers:
         key = layer.replicas, layer.min_distinct
         if key not in designs:
+            budget = effort // (len(distinct) - len(designs))
             designs[key] = layer_design.design_layer(
-                layer.replicas, layer.nodes, layer.slots_per_node, layer.min_distinct, effort
+                layer.replicas, layer.nodes, layer.slots_per_node, layer.min_distinct, budget
             )
             effort -= designs[key].effort
         layer.adopt(designs[key])
@@ -203,7 +206,7 @@ class _Judge:
 
     def cost(self, fatal_sets: Sequence[int]) -> tuple[int, list[int]]:
         counts = self._fatal_losses(fatal_sets)
-        return sum(max(a - b, 0) for a, b in zip(counts, self._ceilings, strict=True)), counts
+        return layer_design.excess(counts, self._ceilings), counts
 
     def improve(self, order: NodeOrder, designs: node_order.Designs, effort: int) -> NodeOrder:
         if self._table is None:
@@ -238,10 +241,12 @@ def _order_nodes(layers: Sequence[LayerPlan], effort: int, *, may_fall_back: boo
         return min(((judge.cost(o.fatal_sets(of)), o) for o in orders), key=lambda found: found[0])
 
     cost, order = best_order(designs)
-    if cost[0] and may_fall_back and all(map(LayerPlan.allows, layers, paper)):
-        for layer, classes in zip(layers, paper, strict=True):
+    allowed = list(map(LayerPlan.allowed, layers, paper))
+    if cost[0] and may_fall_back and None not in allowed:
+        for layer, classes in zip(layers, allowed, strict=True):
+            assert classes is not None
             layer.adopt_weaker(classes, "blocks")
-        _, order = best_order(paper)
+        _, order = best_order([layer.classes for layer in layers])
     for layer, parts in zip(layers, order.parts, strict=True):
         layer.seat(parts)
 
