@@ -5,7 +5,7 @@ knows both holdings, so the plan needs no communication and is the same everywhe
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +23,32 @@ class Fetch:
     target: tuple[int, int]
 
 
-def plan_fetches(held: Holding, wanted: Holding) -> list[Fetch]:
+def keep_places(held: Holding, wanted: Holding) -> list[list[int]]:
+    """Orders each rank's wanted experts so that those it has already stay in their slots.
+
+    Args:
+        held: experts by rank and slot before; distinct on each rank.
+        wanted: experts of each rank after; as many as before.
+    """
+    placed = []
+    for before, after in zip(held, wanted, strict=True):
+        coming = iter([expert for expert in after if expert not in before])
+        placed.append([expert if expert in after else next(coming) for expert in before])
+    return placed
+
+
+def plan_fetches(
+    held: Holding, wanted: Holding, sources: Mapping[tuple[int, int], int] | None = None
+) -> list[Fetch]:
     """Decides where each wanted slot gets its expert from.
 
-    A rank that has the expert copies its own; else it comes from the holder with the fewest fetches
-    so far, ties by rank. O(slots x holders).
+    A rank that has the expert copies its own; else it comes from the given source, or from the
+    holder with the fewest fetches so far, ties by rank. O(slots x holders).
 
     Args:
         held: experts by rank and slot before.
         wanted: experts by rank and slot after; the same number of ranks, any number of slots.
+        sources: {(expert, rank that needs it): rank that sends it}.
 
     Raises:
         KeyError: a wanted expert is held nowhere.
@@ -44,12 +61,15 @@ def plan_fetches(held: Holding, wanted: Holding) -> list[Fetch]:
     fetches = []
     for rank, slots in enumerate(wanted):
         for slot, expert in enumerate(slots):
-            sources = holders[expert]
-            source = rank
-            if rank not in sources:
-                source = min(sources, key=lambda candidate: (given[candidate], candidate))
+            having = holders[expert]
+            if rank in having:
+                source = rank
+            elif sources is not None:
+                source = sources[expert, rank]
+            else:
+                source = min(having, key=lambda candidate: (given[candidate], candidate))
                 given[source] += 1
-            fetches.append(Fetch(expert, (source, sources[source]), (rank, slot)))
+            fetches.append(Fetch(expert, (source, having[source]), (rank, slot)))
     return fetches
 
 

@@ -90,6 +90,8 @@ def check(args: argparse.Namespace) -> None:
             "--eval-interval is missing: Megatron needs it to size its validation data "
             "(with --eval-iters 0 any number will do)"
         )
+    if args.save is not None and args.save_interval is None:
+        raise ConfigError(f"--save {args.save}: --save-interval is missing (steps between two)")
 
 
 def _check_layout(args: argparse.Namespace) -> None:

@@ -12,14 +12,21 @@ import torch.distributed as dist
 from megatron.core import mpu
 from torch import nn
 
+from megatron_resilient.algorithms.migration import plan_migration
 from megatron_resilient.algorithms.token_assignment import least_imbalance
-from megatron_resilient.comm.transfer import Fetch, Holding, plan_fetches, transfer
+from megatron_resilient.comm.transfer import (
+    Fetch,
+    Holding,
+    keep_places,
+    plan_fetches,
+    transfer,
+)
 from megatron_resilient.config import ReplicaConfig
 from megatron_resilient.errors import PlanMismatchError
 from megatron_resilient.mcore.expert_load import ExpertLoad
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.optimizer_state import state_tensors
-from megatron_resilient.mcore.replicas import plan
+from megatron_resilient.mcore.replicas import plan, ranks_per_node
 
 # Part of a step that balance can shorten, assumed when a move is weighed against its cost.
 EXPERT_SHARE = 0.5
@@ -92,10 +99,9 @@ class Rebalancer:
         start = time.perf_counter()
         group = self._layers[0].ep_group
         old = [layer.holding for layer in self._layers]
-        new = plan(loads, dist.get_world_size(group))
+        new, fetches = _plan_move(loads, old, dist.get_world_size(group))
         _check_same_plan(new, group)
         before, after = _imbalance(loads, old), _imbalance(loads, new)
-        fetches = [plan_fetches(a, b) for a, b in zip(old, new, strict=True)]
         if not self._pays(before, after, fetches):
             self._step_seconds.clear()
             return None
@@ -145,6 +151,23 @@ class Rebalancer:
         sent = transfer(changed, tensors, tensors, layer.ep_group) if changed else 0
         layer.set_holding(holding)
         return sent
+
+
+def _plan_move(
+    loads: list[list[int]], old: list[Holding], ranks: int
+) -> tuple[list[Holding], list[list[Fetch]]]:
+    """Plans new holdings, given to the ranks that have most of them already, and the fetches."""
+    migration = plan_migration(
+        np.asarray(old), np.asarray(plan(loads, ranks)), ranks_per_node(ranks)
+    )
+    sources: list[dict[tuple[int, int], int]] = [{} for _ in old]
+    for layer, expert, source, target in zip(*map(list, migration.fetches), strict=True):
+        sources[layer][int(expert), int(target)] = int(source)
+    new: list[Holding] = [
+        keep_places(before, after.tolist())
+        for before, after in zip(old, migration.slots, strict=True)
+    ]
+    return new, [plan_fetches(*each) for each in zip(old, new, sources, strict=True)]
 
 
 def _stage_group() -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from megatron_resilient.config import config_from_args
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 
 
+def ranks_per_node(ranks: int) -> int:
+    """Returns how many consecutive ranks of an expert-parallel domain of `ranks` fail together."""
+    args = get_args()
+    asked = config_from_args(args).replicas.ranks_per_node
+    together = asked or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return gcd(ranks, max(1, together // (args.expert_tensor_parallel_size or 1)))
+
+
 def plan(loads: Sequence[Sequence[int]], ranks: int) -> list[Holding]:
     """Plans holdings of an expert-parallel domain for the loads of its layers.
 
@@ -24,11 +33,10 @@ def plan(loads: Sequence[Sequence[int]], ranks: int) -> list[Holding]:
         loads: tokens of every logical expert, layer by layer.
         ranks: expert-parallel ranks.
     """
-    replicas = config_from_args(get_args()).replicas
-    per_node = replicas.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # Ranks of one expert-parallel domain on one node; expert tensor parallelism takes its share.
-    per_node = max(1, min(ranks, per_node // (get_args().expert_tensor_parallel_size or 1)))
-    return plan_layers(loads, ranks, per_node, replicas.slots_per_rank, replicas.min_replicas)
+    config = config_from_args(get_args()).replicas
+    return plan_layers(
+        loads, ranks, ranks_per_node(ranks), config.slots_per_rank, config.min_replicas
+    )
 
 
 def moe_layer(*args: Any, is_mtp_layer: bool = False, **kwargs: Any) -> MoELayer:
