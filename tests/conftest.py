@@ -1,8 +1,13 @@
 """Pools of training processes that live as long as the test session."""
 
 import pytest
+from hypothesis import settings
 
 from tests.support.pretrain_pool import PretrainPool
+
+# A busy machine is no error: no test judges time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 class Pools:

@@ -76,7 +76,7 @@ def encode_sections(
     `workers * (1 + _BATCHES_AHEAD)` batches are held.
 
     Args:
-        sections: what to encode, see `text_input.plan_input`.
+        sections: what to encode, see `documents.plan_input`.
         input_options: how documents are read.
         encoding_options: how they are encoded.
         workers: processes; 1 encodes in the calling one.

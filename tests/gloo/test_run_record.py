@@ -5,7 +5,6 @@ import json
 import pytest
 
 from megatron_resilient.telemetry import read_events
-from tests.support.pretrain_pool import PretrainPool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -15,9 +14,8 @@ PP2_EP2 = {"pipeline-model-parallel-size": 2, "expert-model-parallel-size": 2}
 
 
 @pytest.fixture(scope="module")
-def pool():
-    with PretrainPool(4) as pool:
-        yield pool
+def pool(pools):
+    return pools.plugin
 
 
 def train(pool, run_dir, **changes) -> list[dict]:

@@ -1,8 +1,10 @@
 """Switching the plugin on and off, in processes of their own: what is patched stays imported."""
 
+import functools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,10 +22,14 @@ def python(program: str, *argv: str) -> subprocess.CompletedProcess:
     )
 
 
+FUSIONS = "megatron.core.fusions.fused_bias_swiglu"
+
+
 @pytest.fixture
 def enabled(monkeypatch):
-    """The groups that `enable` asks for, without applying them."""
+    """The groups that `enable` asks for, without applying them; Megatron is not imported."""
     asked = []
+    monkeypatch.delitem(sys.modules, FUSIONS, raising=False)
     monkeypatch.setattr(apply, "enable", asked.append)
     monkeypatch.setattr(sys, "argv", ["pretrain.py"])
     return asked
@@ -85,6 +91,21 @@ def test_cuda_is_not_taken_for_granted(enabled, monkeypatch):
     with pytest.raises(ConfigError, match="torch sees no CUDA device here"):
         plugin.enable("cuda")
     assert enabled == []
+
+
+def test_compiled_fusions_are_too_late_on_the_cpu_only(enabled, monkeypatch):
+    def plain():
+        pass
+
+    see_cuda(monkeypatch, True)
+    compiled = functools.wraps(plain)(lambda: plain())
+    monkeypatch.setitem(sys.modules, FUSIONS, SimpleNamespace(swiglu=compiled))
+    plugin.enable("cuda")
+    with pytest.raises(ConfigError, match="move enable\\(\\) above the first megatron import"):
+        plugin.enable("cpu")
+    monkeypatch.setitem(sys.modules, FUSIONS, SimpleNamespace(swiglu=plain))
+    plugin.enable("cpu")
+    assert enabled == [("fixes", "core"), ("cpu", "fixes", "core")]
 
 
 def test_importing_the_package_patches_nothing_and_imports_no_torch():
