@@ -73,7 +73,7 @@ QUICK = Size(
     steps=40,
     saved_step=20,
     killed_step=25,
-    evaluation_interval_steps=15,
+    evaluation_interval_steps=11,
     shown_interval_steps=10,
 )
 
@@ -167,7 +167,7 @@ def training_flags(size: Size, folder: Folder) -> list[str]:
         "load": folder.checkpoints,
         "save-interval": size.saved_step,
         "eval-interval": size.evaluation_interval_steps,
-        "eval-iters": 4,
+        "eval-iters": 8,
         "log-interval": 10,
     }
     for name, value in values.items():

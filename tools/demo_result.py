@@ -1,5 +1,6 @@
 """What the demo proves, from the events of its run alone."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -16,7 +17,8 @@ class Repeated:
 
     Attributes:
         steps: their numbers, ascending.
-        different: those whose losses, gradient norm or learning rate are not the same in every bit.
+        different: those whose losses, in training or validation, gradient norm or learning rate are
+            not the same in every bit.
     """
 
     steps: tuple[int, ...]
@@ -28,13 +30,13 @@ class Repeated:
 
         JSON holds a float with as many digits as it takes to get the same bits back.
         """
-        jobs: list[dict[int, tuple]] = []
+        jobs: list[dict[int, list]] = []
         for event in events:
             if event["event"] == "run_start":
-                jobs.append({})
-            elif event["event"] == "step":
-                numbers = (event["loss"], event["grad_norm"], event["learning_rate"])
-                jobs[-1][event["step"]] = numbers
+                jobs.append(defaultdict(list))
+            elif event["event"] in ("step", "evaluation"):
+                numbers = [event.get(name) for name in ("loss", "grad_norm", "learning_rate")]
+                jobs[-1][event["step"]].append(numbers)
         first, last = jobs[0], jobs[-1]
         steps = sorted(first.keys() & last.keys()) if len(jobs) > 1 else []
         return cls(tuple(steps), tuple(step for step in steps if first[step] != last[step]))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import compress
 
 from megatron_resilient.report.content import Column, Table
 from megatron_resilient.report.plot_events import phases_of, timeline_events
@@ -147,9 +148,15 @@ def _table(
     folded: bool = False,
 ) -> Table:
     entries = list(entries)
-    shown = entries[-MAX_ROWS:]
+    rows = [row(entry) for entry in entries[-MAX_ROWS:]]
+    # A column that no row fills says nothing.
+    known = [any(cells) for cells in zip(*rows, strict=True)]
     return Table(
-        caption, columns, [row(entry) for entry in shown], len(entries) - len(shown), folded
+        caption,
+        tuple(compress(columns, known)),
+        [tuple(compress(cells, known)) for cells in rows],
+        len(entries) - len(rows),
+        folded,
     )
 
 
