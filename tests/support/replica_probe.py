@@ -16,10 +16,10 @@ def logical_weights(model, optimizer):
     rows = []
     for chunk in model:
         for layer in (m for m in chunk.modules() if isinstance(m, MoELayer)):
-            held = getattr(layer, "holding", None)
-            held = (
-                layer.local_expert_indices if held is None else held[dist.get_rank(layer.ep_group)]
-            )
+            held = layer.local_expert_indices
+            if hasattr(layer, "holding"):
+                held = layer.holding[dist.get_rank(layer.ep_group)]
+            shard = dist.get_rank(layer.token_dispatcher.tp_group)
             for kind, parameters in slot_parameters(layer.experts, len(held)).items():
                 for expert, parameter in zip(held, parameters, strict=True):
                     flat = parameter.detach().double().reshape(-1)
