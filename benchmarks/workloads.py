@@ -15,9 +15,9 @@ def popularity(name: str, experts: int, steps: int, seed: int) -> np.ndarray:
 
     Args:
         name: `uniform`; `one hot` (half of all tokens to one expert); `few hot` (80 % to an eighth
-            of the experts); `zipf 1.2`; `drifting` (Zipf whose shares slide from each
-            expert to another within 100 steps, and on); `bursts` (Zipf, and now and then for 10 steps an expert at random gets four
-            times its share of before).
+            of the experts); `zipf 1.2`; `drifting` (Zipf whose shares slide from each expert to
+            another within 100 steps, and on); `bursts` (Zipf, and now and then an expert at random
+            gets four times its share for 10 steps).
         experts: E.
         steps: number of steps.
         seed: of the order of the experts and the bursts.
