@@ -55,6 +55,7 @@ class LayerPlan:
         self.min_distinct = tuple(min(count, min_replicas, nodes) for count in self.replicas)
         self._loads = [loads[e] for e in self.experts]
         self._weights = slot_layout.replica_weights(self._loads, self.replicas)
+        self._ascending = self.experts, self._loads, self._weights
         self.classes: tuple[NodeClass, ...] = ()
         self.parts: tuple[int, ...] = ()
         self.holders: tuple[int, ...] = ()
@@ -143,6 +144,7 @@ class LayerPlan:
 
     def _exchange_equals(self) -> None:
         """Deals experts with equally many replicas to their positions so that nodes balance."""
+        experts, loads, weights = self._ascending  # not from where an earlier design put them
         seats: list[tuple[int, ...]] = [()] * len(self.replicas)
         for index, own in enumerate(self.classes):
             for position in own.experts:
@@ -162,7 +164,7 @@ class LayerPlan:
             positions = sorted(chain.from_iterable(by_seat.values()))
             emptiest = [(on_seat(seat), own[0], seat) for seat, own in by_seat.items()]
             heapify(emptiest)
-            for old in sorted(positions, key=lambda p: (-self._weights[p], p)):
+            for old in sorted(positions, key=lambda p: (-weights[p], p)):
                 # Tokens are only ever added, so an outdated entry is too low: renew it.
                 while emptiest[0][0] < (now := on_seat(emptiest[0][2])):
                     heapreplace(emptiest, (now, *emptiest[0][1:]))
@@ -170,9 +172,9 @@ class LayerPlan:
                 free = by_seat[seat]
                 dealt[free.pop(0)] = old
                 for index in seat:
-                    expected[index] += int(self._weights[old])
+                    expected[index] += int(weights[old])
                 if free:
                     heappush(emptiest, (on_seat(seat), free[0], seat))
-        self.experts = [self.experts[old] for old in dealt]
-        self._loads = [self._loads[old] for old in dealt]
-        self._weights = self._weights[dealt]
+        self.experts = [experts[old] for old in dealt]
+        self._loads = [loads[old] for old in dealt]
+        self._weights = weights[dealt]

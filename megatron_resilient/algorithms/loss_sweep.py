@@ -10,6 +10,7 @@ many sets are open it gives up, and says so.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Protocol
 
@@ -96,7 +97,7 @@ def count_survivable(
     survivable = 1
     free = nodes
     for part in _connected([s for s in fatal_sets if s.bit_count() <= max_losses], []):
-        (atoms,) = _atoms(part, [range(nodes)])
+        (atoms,) = _atoms(part, [sorted(set(chain.from_iterable(map(node_sets.members, part))))])
         states, _ = _sweep(atoms, {(1 << len(part)) - 1: 1}, law, state_limit)
         if states is None:
             return None
@@ -184,16 +185,22 @@ def _sweep[Weight: (int, float)](
 
 def _connected(fatal_sets: Sequence[int], ties: Sequence[int]) -> list[list[int]]:
     """Splits the sets into parts that share no node, not even through a tie (a rack)."""
-    parts: list[tuple[int, list[int]]] = []
-    for nodes, own in [(s, [s]) for s in fatal_sets] + [(tie, []) for tie in ties]:
-        apart = []
-        for other_nodes, others in parts:
-            if nodes & other_nodes:
-                nodes, own = nodes | other_nodes, others + own
-            else:
-                apart.append((other_nodes, others))
-        parts = [*apart, (nodes, own)]
-    return [own for _, own in parts if own]
+    leader = list(range(len(fatal_sets) + len(ties)))
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = leader[leader[index]]
+            index = leader[index]
+        return index
+
+    first_at: dict[int, int] = {}
+    for index, nodes in enumerate([*fatal_sets, *ties]):
+        for node in node_sets.members(nodes):
+            leader[find(index)] = find(first_at.setdefault(node, index))
+    parts: dict[int, list[int]] = {}
+    for index, own in enumerate(fatal_sets):
+        parts.setdefault(find(index), []).append(own)
+    return list(parts.values())
 
 
 def _atoms(fatal_sets: Sequence[int], domains: Sequence[Sequence[int]]) -> list[list[_Atom]]:

@@ -43,19 +43,21 @@ def to_rows(node_sets: Sequence[int], nodes: int) -> npt.NDArray[np.bool_]:
 def minimal(node_sets: Iterable[int]) -> list[int]:
     """Returns the sets that contain no other of them, by size and then by their nodes.
 
-    O(n * m * nodes / 64) for n distinct sets of which m are minimal.
+    O(n * m * nodes) for n distinct sets of which m are minimal; far less if they overlap little.
     """
+    distinct = set(node_sets)
+    if 0 in distinct:  # the empty set is part of all others
+        return [0]
     kept: list[int] = []
-    # By lowest node: a subset's lowest node lies in the superset, so few candidates are compared.
+    # By lowest node: that of a subset lies in the superset, so few sets are compared.
     by_lowest: dict[int, list[int]] = {}
-    for candidate in sorted(set(node_sets), key=lambda s: (s.bit_count(), s)):
+    for candidate in sorted(distinct, key=lambda s: (s.bit_count(), s)):
         if any(
             other & candidate == other
-            for lowest, others in by_lowest.items()
-            if lowest & candidate
-            for other in others
+            for node in members(candidate)
+            for other in by_lowest.get(node, ())
         ):
             continue
         kept.append(candidate)
-        by_lowest.setdefault(candidate & -candidate, []).append(candidate)
+        by_lowest.setdefault(next(members(candidate)), []).append(candidate)
     return kept

@@ -34,7 +34,7 @@ from megatron_resilient.algorithms.topology import Topology
 from megatron_resilient.errors import PlanError
 
 # Sets of nodes and exchanges that may be weighed for one plan, over all layers.
-DEFAULT_EFFORT = 100_000
+DEFAULT_EFFORT = 20_000
 
 # Clusters whose nodes differ are searched to the end up to this size: here no nodes are alike.
 _MAX_SEARCHED_UNLIKE_NODES = 8
