@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -11,6 +9,10 @@ from megatron_resilient import plugin
 from megatron_resilient.config import add_flags, config_from_args
 from megatron_resilient.errors import ConfigError
 from megatron_resilient.mcore import cpu, replica_arguments
+from megatron_resilient.mcore.one_line import one_line
+
+# What Megatron raises for flags and for the tokenizer that they name.
+_REFUSALS = (AssertionError, ValueError, RuntimeError, LookupError, ImportError, OSError)
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -50,8 +52,8 @@ def parse_and_validate(
         return args
     except ConfigError:
         raise
-    except (AssertionError, ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"Megatron refuses these flags: {_first_line(error)}") from error
+    except _REFUSALS as error:
+        raise ConfigError(f"Megatron refuses these flags: {one_line(error)}") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,6 +117,13 @@ def _check_layout(args: argparse.Namespace) -> None:
             f"{args.expert_model_parallel_size} x PP {args.pipeline_model_parallel_size}: start a "
             f"multiple of {expert} ranks or make one of them smaller"
         )
+    tensor_parallel = args.tensor_model_parallel_size
+    untrainable = tensor_parallel > 1 and not args.sequence_parallel and not args.skip_train
+    if args.num_experts and untrainable:
+        raise ConfigError(
+            f"--sequence-parallel is missing: experts with --tensor-model-parallel-size "
+            f"{tensor_parallel} are trained only with it"
+        )
 
 
 def _check_data_files(args: argparse.Namespace) -> None:
@@ -130,7 +139,12 @@ def _check_data_files(args: argparse.Namespace) -> None:
                         "`megatron-resilient prepare-data` makes both files from text"
                     )
     model = getattr(args, "tokenizer_model", None)
-    if model and os.sep in model and "://" not in model and not os.path.exists(model):
+    # A relative path may be a model's name on the Hub.
+    on_hub = args.tokenizer_type == "HuggingFaceTokenizer" and not (model or "").startswith(
+        (os.sep, os.curdir)
+    )
+    is_path = model and os.sep in model and "://" not in model and not on_hub
+    if is_path and not os.path.exists(model):
         raise ConfigError(f"--tokenizer-model {model}: no such file")
 
 
@@ -140,12 +154,3 @@ def _is_weight(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    if text:
-        return text.splitlines()[0]
-    # A bare assert: the condition itself is the best description there is.
-    frame = traceback.extract_tb(sys.exc_info()[2])[-1]
-    return f"{frame.line} ({os.path.basename(frame.filename)}:{frame.lineno})"

@@ -24,6 +24,7 @@ _REFUSED = (
     ("transformer_impl", lambda v: v != "local", "leave --transformer-impl out, or pass local"),
     ("distributed_backend", lambda v: v != "gloo", "leave --distributed-backend out, or pass gloo"),
     ("moe_grouped_gemm", bool, "drop --moe-grouped-gemm (it needs Transformer Engine)"),
+    ("multi_latent_attention", bool, "drop it (its attention needs Transformer Engine)"),
     ("moe_token_dispatcher_type", lambda v: v == "flex", "use alltoall or allgather"),
     ("fp8", bool, "drop --fp8-format"),
     ("fp4", bool, "drop --fp4-format"),

@@ -1,13 +1,11 @@
 """`run`: the user's main function, with one line for an error and an end to the record."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_resilient.errors import ConfigError, ResilientError
-
-DEBUG_VARIABLE = "MEGATRON_RESILIENT_DEBUG"
+from megatron_resilient import error_report
+from megatron_resilient.errors import ResilientError
 
 
 def run(main: Callable[[], Any]) -> None:
@@ -25,22 +23,13 @@ def run(main: Callable[[], Any]) -> None:
         exit_code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         raise
     except ResilientError as error:
-        exit_code = 2 if isinstance(error, ConfigError) else 1
-        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        exit_code = error_report.exit_code(error)
+        if error_report.wants_traceback():
             raise
-        _say(error)
+        error_report.say(error)
         sys.exit(exit_code)
     finally:
         _close_record(exit_code)
-
-
-def _say(error: ResilientError) -> None:
-    # Wrong usage is the same on every rank: one line per node is enough.
-    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    script = os.path.basename(sys.argv[0])
-    where = "" if isinstance(error, ConfigError) else f" rank {os.environ.get('RANK', '0')}:"
-    print(f"{script}:{where} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _close_record(exit_code: int) -> None:

@@ -98,7 +98,10 @@ class ReplicatedMoELayer(MoELayer):
         return super().preprocess(hidden_states, probs, routing_map)
 
     def set_holding(self, holding: Holding) -> None:
-        """Says that the slots now hold these experts. The caller has moved their state."""
+        """Says that the slots now hold these experts.
+
+        The caller has moved their state, and tags the optimizer's copies of the parameters.
+        """
         self.slots = SlotMap.of(holding)
         self.tag_shared()
 
@@ -114,11 +117,7 @@ class ReplicatedMoELayer(MoELayer):
         for parameters in self.parameters_by_kind().values():
             for slot, parameter in enumerate(parameters):
                 expert = int(self.slots.holding_RC[rank, slot])
-                shared = self.first_holder(expert) != (rank, slot)
-                parameter.shared = shared
-                main = getattr(parameter, "main_param", None)
-                if main is not None:
-                    main.shared = shared
+                parameter.shared = self.first_holder(expert) != (rank, slot)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Saves each logical expert once, in stock's form; loads it into all its replicas."""

@@ -23,18 +23,28 @@ def state_tensors(optimizer: Any, parameter: nn.Parameter) -> dict[str, torch.Te
     Raises:
         KeyError: no optimizer has the parameter.
     """
+    single, main = _owner(optimizer, parameter)
+    # In fp32 the optimizer's copy is the model's parameter itself, or a view of it.
+    tensors = {} if main.data_ptr() == parameter.data_ptr() else {"main": main.data}
+    state = single.optimizer.state.get(main, {})
+    for name in sorted(state):
+        if isinstance(state[name], torch.Tensor) and state[name].numel() == main.numel() > 1:
+            tensors[name] = state[name]
+    return tensors
+
+
+def tag_shared(optimizer: Any, parameter: nn.Parameter) -> None:
+    """Gives the optimizer's copy of a parameter its `shared` mark: norms are taken over copies."""
+    _, main = _owner(optimizer, parameter)
+    main.shared = parameter.shared  # type: ignore[attr-defined]
+
+
+def _owner(optimizer: Any, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
+    """Returns the single optimizer that has a parameter, and the tensor that it steps."""
     for single in getattr(optimizer, "chained_optimizers", [optimizer]):
         main = _main_parameter(single, parameter)
-        if main is None:
-            continue
-        tensors = {} if main is parameter else {"main": main.data}
-        state = single.optimizer.state.get(main, {})
-        for name in sorted(state):
-            if isinstance(state[name], torch.Tensor) and state[name].numel() == main.numel() > 1:
-                tensors[name] = state[name]
-        if main is not parameter and main.data_ptr() == parameter.data_ptr():
-            del tensors["main"]  # fp32: the optimizer's copy is a view of the model's
-        return tensors
+        if main is not None:
+            return single, main
     raise KeyError("no optimizer has this parameter")
 
 

@@ -25,7 +25,7 @@ from megatron_resilient.config import ReplicaConfig
 from megatron_resilient.errors import PlanMismatchError
 from megatron_resilient.mcore.expert_load import ExpertLoad
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
-from megatron_resilient.mcore.optimizer_state import state_tensors
+from megatron_resilient.mcore.optimizer_state import state_tensors, tag_shared
 from megatron_resilient.mcore.replicas import plan, ranks_per_node
 
 # Part of a step that balance can shorten, assumed when a move is weighed against its cost.
@@ -150,6 +150,9 @@ class Rebalancer:
         changed = [f for f in fetches if f.source != f.target]
         sent = transfer(changed, tensors, tensors, layer.ep_group) if changed else 0
         layer.set_holding(holding)
+        for parameters in layer.parameters_by_kind().values():
+            for parameter in parameters:
+                tag_shared(self._optimizer, parameter)
         return sent
 
 

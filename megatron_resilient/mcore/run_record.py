@@ -65,7 +65,7 @@ class RunRecord:
         record = cls(
             log=EventLog(folder, rank=args.rank),
             config=config,
-            load=ExpertLoad(model),
+            load=ExpertLoad(model if config.telemetry.expert_load_interval else []),
             step=args.iteration,
             _load_counted_from=args.iteration,
         )

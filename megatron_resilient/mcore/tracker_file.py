@@ -58,6 +58,23 @@ def check_load_folder(load_arg: str) -> None:
         )
 
 
+def newest_checkpoint(folder: str, step: int | None = None) -> str | None:
+    """Returns the path of the checkpoint of `step`, or of the one that the tracker file names.
+
+    None if there is no tracker file here.
+    """
+    if step is None:
+        try:
+            with open(os.path.join(folder, _NAME), encoding="utf-8") as file:
+                text = file.read().strip()
+        except FileNotFoundError:
+            return None
+        if text == "release":
+            return os.path.join(folder, text)
+        step = int(text)
+    return os.path.join(folder, f"iter_{step:07d}")
+
+
 def _checkpoints(folder: str) -> list[str]:
     if not os.path.isdir(folder):
         return []

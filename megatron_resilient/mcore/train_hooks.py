@@ -9,10 +9,11 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, print_rank_0
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
-from megatron_resilient.mcore import replicas
+from megatron_resilient.mcore import load_failure, replicas
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.replica_arguments import memory_table
@@ -117,10 +118,10 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
         result = original(*args, **kwargs)
     except ResilientError:
         raise
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        why = load_failure.reason(error, get_args(), folder)
         raise CheckpointError(
-            f"--load {folder}: the checkpoint cannot be loaded into this model: {reason}"
+            f"--load {folder}: the checkpoint cannot be loaded into this model: {why}"
         ) from error
     global _load_seconds
     _load_seconds = time.perf_counter() - start
