@@ -4,8 +4,9 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
+from megatron_resilient import error_report
 from megatron_resilient.config import DEVICES
-from megatron_resilient.errors import ConfigError
+from megatron_resilient.errors import ConfigError, ResilientError
 from megatron_resilient.patching import apply
 
 
@@ -19,11 +20,19 @@ def enable(device: str | None = None) -> None:
         device: `auto` (the GPU if there is one), `cpu` or `cuda`. Default: what
             `--resilient-device` on the command line says, else `auto`.
 
+    An error that nobody catches ends the script in one line (a drift with its diff), not in a
+    traceback.
+
     Raises:
         PatchDriftError: upstream code is not what the patches were written for; nothing is applied.
         ConfigError: no such device, or Megatron was imported too early.
     """
-    apply.enable(_groups(device))
+    try:
+        apply.enable(_groups(device))
+    except ResilientError:
+        # This stands at the top of a script, before anything could catch it.
+        error_report.show_uncaught()
+        raise
 
 
 def disable() -> None:

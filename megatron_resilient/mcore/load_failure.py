@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron_resilient.mcore import tracker_file
 from megatron_resilient.mcore.one_line import one_line
 
-# What changes the shapes, names or number of a model's tensors, and from what it follows where the
-# command line does not say it.
+# What changes the shapes, names or number of the tensors of a model or of its optimizer, and from
+# what it follows where the command line does not say it.
 _MODEL_FLAGS: dict[str, tuple[str, ...]] = {
     "num_layers": (),
     "hidden_size": (),
@@ -27,6 +27,8 @@ _MODEL_FLAGS: dict[str, tuple[str, ...]] = {
     "moe_layer_freq": (),
     "moe_shared_expert_intermediate_size": (),
     "moe_router_enable_expert_bias": (),
+    "bf16": (),
+    "fp16": (),
     "num_query_groups": ("group_query_attention", "num_attention_heads"),
     "kv_channels": ("hidden_size", "num_attention_heads"),
     "ffn_hidden_size": ("hidden_size", "swiglu"),
@@ -59,7 +61,7 @@ def reason(error: BaseException, args: Any, folder: str) -> str:
         if not set(_MODEL_FLAGS[name]) & set(differ)
     ]
     if different:
-        return f"it is of another model: {'; '.join(different)}"
+        return "; ".join(different)
     line = one_line(error)
     if line.startswith("OptimizerParamScheduler"):
         line += "; --override-opt-param-scheduler takes what the command line says"

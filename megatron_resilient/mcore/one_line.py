@@ -1,7 +1,10 @@
 """Other people's exceptions, told in one line."""
 
 import os
+import textwrap
 import traceback
+
+_LONGEST = 400  # characters: some list every tensor of the model
 
 
 def one_line(error: BaseException) -> str:
@@ -17,7 +20,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, KeyError) and text:
         return f"KeyError: {text}"
     if text:
-        return text.splitlines()[0]
+        return textwrap.shorten(text.splitlines()[0], _LONGEST, placeholder=" ...")
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return type(error).__name__

@@ -3,8 +3,10 @@
 A case gets its own process group, model, data and run; the processes stay.
 """
 
+import contextlib
 import json
 import os
+import random
 import selectors
 import signal
 import socket
@@ -317,7 +319,13 @@ _CASE_OPTIONS = ("timeout_seconds", "digest", "inspect", "without", "as_script")
 
 
 def free_port() -> int:
-    """Returns a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Returns a TCP port that was free a moment ago.
+
+    Below those that the system gives to outgoing connections (from 32768 on), which would take it
+    again before it is used.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port among a hundred tried")

@@ -28,15 +28,18 @@ class Recorder:
         self._inner = training.train_step
         training.train_step = self
         self.losses, self.grad_norms, self.model, self.optimizer = [], [], None, None
-        self.end_seconds = []  # of each step, on this process's clock
+        # At the end of each step: this process's clock, and the processor time it has had.
+        self.end_seconds, self.end_cpu_seconds = [], []
 
     def __call__(self, *args, **kwargs):
         self.model, self.optimizer = args[2], args[3]
         result = self._inner(*args, **kwargs)
         if "lm loss" in result[0]:
             self.losses.append(float(result[0]["lm loss"]).hex())
-        self.grad_norms.append(float(result[5]).hex())
+        # None where fp16 overflowed and the step was skipped.
+        self.grad_norms.append(float("nan" if result[5] is None else result[5]).hex())
         self.end_seconds.append(time.perf_counter())
+        self.end_cpu_seconds.append(time.process_time())
         return result
 
     def remove(self):
@@ -107,7 +110,7 @@ def run_case(script, case):
             answer["inspected"] = function(case["inspect"])(recorder.model, recorder.optimizer)
     except SystemExit as stop:
         answer["exit"] = stop.code
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         answer.update(described(error))
     finally:
         recorder.remove()
@@ -115,6 +118,7 @@ def run_case(script, case):
         losses=recorder.losses,
         grad_norms=recorder.grad_norms,
         end_seconds=recorder.end_seconds,
+        end_cpu_seconds=recorder.end_cpu_seconds,
     )
     if case["digest"] and recorder.model is not None:
         answer["parameters"] = float(

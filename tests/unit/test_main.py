@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_resilient import error_report
 from megatron_resilient.errors import CheckpointError, ConfigError, PatchDriftError
 from megatron_resilient.mcore import main
 
@@ -25,7 +26,7 @@ def closed(monkeypatch):
     codes = []
     monkeypatch.setitem(sys.modules, HOOKS, SimpleNamespace(close=codes.append))
     monkeypatch.setattr(sys, "argv", ["/somewhere/pretrain.py", "--lr", "1"])
-    monkeypatch.delenv(main.DEBUG_VARIABLE, raising=False)
+    monkeypatch.delenv(error_report.DEBUG_VARIABLE, raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "0")
     return codes
@@ -72,7 +73,7 @@ def test_without_a_launcher_it_is_rank_0(closed, capsys, monkeypatch):
 
 @pytest.mark.parametrize("value", ["1", "yes"])
 def test_the_traceback_is_for_those_who_ask(closed, capsys, monkeypatch, value):
-    monkeypatch.setenv(main.DEBUG_VARIABLE, value)
+    monkeypatch.setenv(error_report.DEBUG_VARIABLE, value)
     with pytest.raises(CheckpointError):
         main.run(raising(CheckpointError("damaged")))
     assert closed == [1]
@@ -81,7 +82,7 @@ def test_the_traceback_is_for_those_who_ask(closed, capsys, monkeypatch, value):
 
 @pytest.mark.parametrize("value", ["", "0"])
 def test_a_debug_variable_that_says_no(closed, monkeypatch, value):
-    monkeypatch.setenv(main.DEBUG_VARIABLE, value)
+    monkeypatch.setenv(error_report.DEBUG_VARIABLE, value)
     with pytest.raises(SystemExit):
         main.run(raising(CheckpointError("damaged")))
 
