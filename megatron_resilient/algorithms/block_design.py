@@ -27,8 +27,7 @@ _COARSE_REPLICAS = 16
 
 _MAX_BLOCKS_IN_DOUBT = 64
 
-# After so many sub-problems the first design found is taken for all others.
-_MAX_SUBPROBLEMS = 1_000
+MAX_SUBPROBLEMS = 1_000
 
 # With up to this many blocks, the most replicated experts are tried as a closed block as well.
 _MAX_BLOCKS_FROM_BOTH_ENDS = 6
@@ -90,7 +89,10 @@ def block_design(replicas: Sequence[int], nodes: int, slots_per_node: int) -> tu
 
 
 def open_block_design(
-    replicas: Sequence[int], nodes: int, slots_per_node: int
+    replicas: Sequence[int],
+    nodes: int,
+    slots_per_node: int,
+    max_subproblems: int = MAX_SUBPROBLEMS,
 ) -> tuple[NodeClass, ...] | None:
     """Returns the best design of closed and open blocks, by the smallest number of losses first.
 
@@ -98,6 +100,7 @@ def open_block_design(
         replicas: Replica counts in ascending order; experts of the design are positions in it.
         nodes: Number of nodes N.
         slots_per_node: Slots of a node.
+        max_subproblems: After so many, the first design found is taken for all others.
 
     Returns:
         Classes of nodes that sum to N, or None if no design of this kind gives every expert a node.
@@ -113,7 +116,7 @@ def open_block_design(
         size = min(replicas[start] // scale, coarse_nodes)
         classes.append(NodeClass(size * scale, tuple(range(start, start + slots_per_node))))
         coarse_nodes -= size
-    designs = _Designs([count // scale for count in replicas], coarse_nodes)
+    designs = _Designs([count // scale for count in replicas], coarse_nodes, max_subproblems)
     best = designs.best(coarse_nodes, slots_per_node, fixed * slots_per_node)
     if best is None:
         return None
@@ -173,7 +176,8 @@ _Design = _Nested | _Closed | _Open
 class _Designs:
     """Best designs of sub-problems: experts `first` to `stop`, of which each has `spent` less."""
 
-    def __init__(self, replicas: Sequence[int], nodes: int) -> None:
+    def __init__(self, replicas: Sequence[int], nodes: int, max_subproblems: int) -> None:
+        self._max_subproblems = max_subproblems
         self._replicas = tuple(replicas)
         compared = nodes if nodes <= 2 * _MAX_COMPARED_LOSSES else _MAX_COMPARED_LOSSES
         self._losses = LossPolynomials(nodes, compared)
@@ -203,7 +207,7 @@ class _Designs:
                 best = found
             if best[0] == losses.anything(nodes):  # nothing can be better
                 break
-            if self._solved > _MAX_SUBPROBLEMS:  # what comes first is rank overlap
+            if self._solved > self._max_subproblems:  # what comes first is rank overlap
                 break
         return best
 

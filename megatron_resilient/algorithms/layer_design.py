@@ -15,6 +15,9 @@ from megatron_resilient.algorithms.slot_layout import fill_nodes
 # Clusters up to this size are searched to the end where no theorem applies.
 MAX_SEARCHED_NODES = 12
 
+# Designs for balance are made several times and need not be the very best.
+_BALANCED_SUBPROBLEMS = 100
+
 # Larger clusters: designs are compared by losses of up to this many nodes.
 _COMPARED_LOSSES = 16
 
@@ -113,7 +116,7 @@ def reserved_design(
         return None
     if len(replicas) <= slots or sum(replicas[::slots]) <= nodes:
         return block_design.block_design(replicas, nodes, slots)
-    return block_design.open_block_design(replicas, nodes, slots)
+    return block_design.open_block_design(replicas, nodes, slots, _BALANCED_SUBPROBLEMS)
 
 
 def even_spread(replicas: Sequence[int], nodes: int) -> tuple[NodeClass, ...]:

@@ -122,25 +122,37 @@ class LayerPlan:
         """Gives up survivable losses for balance until `max_imbalance` is kept, if it can be.
 
         Keeps as few slots of every node as possible free for leftover replicas of much-used
-        experts. Where the limit cannot be kept, the best balance that can be is the limit.
+        experts, found by doubling and then halving. Where the limit cannot be kept, the best
+        balance that can be is the limit.
         """
-        found = [(self.imbalance(ranks_per_node), self.design)]
-        for reserved in range(1, self.slots_per_node):
-            if found[-1][0] <= max_imbalance:
-                break
+        survivable = self.design
+        found = {0: (self.imbalance(ranks_per_node), survivable)}
+
+        def keeps_limit(reserved: int) -> bool:
             classes = layer_design.reserved_design(
                 self.replicas, self.nodes, self.slots_per_node, reserved
             )
-            if classes is None:
-                break
-            allowed = self.allowed(classes)
-            if allowed is not None:
-                self.adopt(found[0][1])
-                self.adopt_weaker(allowed, f"{reserved} slots of a node for balance")
-                found.append((self.imbalance(ranks_per_node), self.design))
-        limit, _ = min(found, key=itemgetter(0))
-        limit = max_imbalance if limit <= max_imbalance else limit * _CLOSE_TO_BEST
-        self.adopt(next(design for imbalance, design in found if imbalance <= limit))
+            allowed = None if classes is None else self.allowed(classes)
+            if allowed is None:
+                return False
+            self.adopt(survivable)
+            self.adopt_weaker(allowed, f"{reserved} slots of a node for balance")
+            found[reserved] = self.imbalance(ranks_per_node), self.design
+            return found[reserved][0] <= max_imbalance
+
+        if found[0][0] > max_imbalance:
+            most = self.slots_per_node - -(-len(self.replicas) // self.nodes)
+            too_few, enough = 0, 1
+            while enough < most and not keeps_limit(enough):
+                too_few, enough = enough, min(2 * enough, most)
+            while enough - too_few > 1:
+                middle = (too_few + enough) // 2
+                too_few, enough = (too_few, middle) if keeps_limit(middle) else (middle, enough)
+            if enough == most and most not in found:
+                keeps_limit(most)
+        best, _ = min(found.values(), key=itemgetter(0))
+        limit = max_imbalance if best <= max_imbalance else best * _CLOSE_TO_BEST
+        self.adopt(next(found[key][1] for key in sorted(found) if found[key][0] <= limit))
 
     def _exchange_equals(self) -> None:
         """Deals experts with equally many replicas to their positions so that nodes balance."""

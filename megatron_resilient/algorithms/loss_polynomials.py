@@ -55,5 +55,6 @@ class LossPolynomials:
         if one == other:
             return None
         lowest_bit = ((one ^ other) & -(one ^ other)).bit_length() - 1
-        power = lowest_bit // self._width
-        return self.coefficients(one)[power], self.coefficients(other)[power]
+        start = lowest_bit - lowest_bit % self._width
+        mask = (1 << self._width) - 1
+        return one >> start & mask, other >> start & mask

@@ -7,6 +7,7 @@ for good form such a family, and a placement is judged by how heavy the union ov
 
 from collections.abc import Iterable, Sequence
 from functools import cache, reduce
+from itertools import batched
 from operator import or_
 from typing import Protocol
 
@@ -104,27 +105,28 @@ class CountMeasure:
 
 
 class ProbabilityMeasure:
-    """Probability of a family of losses under a topology."""
+    """Probability of a family of losses under a topology, in fixed point.
 
-    # Sums of the same losses in another order differ by rounding; that is no improvement.
+    Integers, because the order of a sum must not decide which placement is better.
+    """
+
+    _ONE = 1 << 62
+    # The probabilities themselves are rounded; differences like that are no improvement.
     _RELATIVE_TOLERANCE = 1e-10
 
     def __init__(self, topology: Topology) -> None:
-        probability = loss_probabilities(topology)
-        self._probability = np.pad(probability, (0, -len(probability) % 8))
-        bits = (np.arange(256)[:, None] >> np.arange(8)) & 1
-        # By byte of the family and value of that byte; for small clusters faster than arrays are.
-        self._by_byte: list[list[float]] = []
-        if topology.nodes <= 8:
-            self._by_byte = (self._probability.reshape(-1, 8) @ bits.T).tolist()
+        probability = [round(p * self._ONE) for p in loss_probabilities(topology).tolist()]
+        probability += [0] * (-len(probability) % 8)
+        # By byte of the family and value of that byte.
+        self._by_byte = [
+            [sum(p for bit, p in enumerate(own) if value >> bit & 1) for value in range(256)]
+            for own in batched(probability, 8)
+        ]
 
-    def __call__(self, losses: int) -> float:
+    def __call__(self, losses: int) -> int:
         """Returns the probability that one of the losses happens."""
-        as_bytes = losses.to_bytes(len(self._probability) // 8, "little")
-        if self._by_byte:
-            return sum(map(list.__getitem__, self._by_byte, as_bytes))
-        chosen = np.unpackbits(np.frombuffer(as_bytes, dtype=np.uint8), bitorder="little")
-        return float(self._probability @ chosen)
+        as_bytes = losses.to_bytes(len(self._by_byte), "little")
+        return sum(map(list.__getitem__, self._by_byte, as_bytes))
 
     def limit(self, cost: float) -> float:
         """Returns the cost less what rounding may account for."""

@@ -6,7 +6,7 @@ independent choices (as in Lazarus, arXiv 2407.04656, which plans every layer by
 probability decays with the number of layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_resilient.algorithms import node_sets
@@ -121,7 +121,6 @@ def exchange_nodes(
     table: LossTable,
     measure: LossMeasure,
     *,
-    movable: Callable[[int], bool] = lambda _: True,
     budget: int = 20_000,
 ) -> NodeOrder:
     """Improves an order by exchanging two nodes in one layer, until no exchange helps.
@@ -131,7 +130,6 @@ def exchange_nodes(
         designs: Designs of the layers.
         table: Of the cluster's nodes.
         measure: Weighs families of losses; what is fatal to some layer should weigh least.
-        movable: Layers that may change.
         budget: Exchanges to try; counted, so that all ranks stop at the same point.
     """
     parts = [list(own) for own in order.parts]
@@ -153,7 +151,7 @@ def exchange_nodes(
     improved = True
     while improved:
         improved = False
-        for layer in filter(movable, range(len(designs))):
+        for layer in range(len(designs)):
             rest = others(layer)
             cost = measure(rest | families[layer])
             if cost <= heaviest:  # no order can be better than its worst layer

@@ -10,6 +10,7 @@ differ in how likely they fail, the nodes are chosen to fit (`topology_fit`).
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import comb
 
 import numpy as np
@@ -28,7 +29,7 @@ from megatron_resilient.algorithms.loss_tables import CountMeasure, LossTable, P
 from megatron_resilient.algorithms.node_order import NodeOrder
 from megatron_resilient.algorithms.placement_search import SearchResult, search_placement
 from megatron_resilient.algorithms.recovery_probability import survival_probability
-from megatron_resilient.algorithms.replication import Load
+from megatron_resilient.algorithms.replication import exact_loads
 from megatron_resilient.algorithms.slot_layout import IntArray
 from megatron_resilient.algorithms.topology import Topology
 from megatron_resilient.errors import PlanError
@@ -81,7 +82,7 @@ def place_replicas(
     slots_per_node: int,
     *,
     min_replicas: int = 1,
-    loads: Sequence[Sequence[Load]] | None = None,
+    loads: Sequence[Sequence[int | float | Fraction]] | None = None,
     ranks_per_node: int = 1,
     topology: Topology | None = None,
     max_imbalance: float | None = None,
@@ -121,9 +122,13 @@ def place_replicas(
         PlanError: Arguments that do not fit together.
     """
     _check(replicas, nodes, slots_per_node, ranks_per_node, loads, topology)
+    if max_imbalance is not None and not max_imbalance >= 1:
+        raise PlanError(f"max_imbalance is {max_imbalance}: max/mean cannot be below 1")
     layers = [
-        LayerPlan(own, own if loads is None else loads[index], nodes, slots_per_node, min_replicas)
-        for index, own in enumerate(replicas)
+        LayerPlan(
+            [int(count) for count in own], exact_loads(by_load), nodes, slots_per_node, min_replicas
+        )
+        for own, by_load in zip(replicas, replicas if loads is None else loads, strict=True)
     ]
     _design(layers, effort)
     if max_imbalance is not None:
@@ -146,7 +151,7 @@ def _check(
     nodes: int,
     slots_per_node: int,
     ranks_per_node: int,
-    loads: Sequence[Sequence[Load]] | None,
+    loads: Sequence[Sequence[int | float | Fraction]] | None,
     topology: Topology | None,
 ) -> None:
     if not replicas:

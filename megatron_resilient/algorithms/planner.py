@@ -16,7 +16,6 @@ from megatron_resilient.algorithms.recovery_probability import (
 from megatron_resilient.algorithms.replication import (
     ReplicaAllocation,
     allocate_replicas,
-    exact_loads,
     slot_imbalance,
 )
 from megatron_resilient.algorithms.topology import Topology
@@ -117,7 +116,7 @@ def make_plan(
         nodes,
         slots_per_node,
         min_replicas=min(own.effective_min_replicas for own in allocations),
-        loads=[exact_loads(own) for own in loads],
+        loads=loads,
         ranks_per_node=ranks_per_node,
         topology=topology,
         max_imbalance=max_imbalance,

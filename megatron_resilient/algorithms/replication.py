@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral
 
 from megatron_resilient.errors import PlanError, UnrecoverablePlanError
 
@@ -66,7 +67,7 @@ def allocate_replicas(
     for position, expert in enumerate(sorted(range(experts), key=lambda e: (tokens[e], e))):
         experts_left = experts - position
         if tokens_left > 0:
-            share = math.floor(tokens[expert] * slots_left // tokens_left)
+            share = int(tokens[expert] * slots_left // tokens_left)
         else:  # nobody has tokens: share evenly
             share = slots_left // experts_left
         replicas[expert] = max(share, minimum)
@@ -96,10 +97,14 @@ def exact_loads(loads: Iterable[int | float | Fraction]) -> list[Load]:
     """
     exact: list[Load] = []
     for expert, load in enumerate(loads):
-        value = float(load)
-        if not math.isfinite(value) or value < 0:
+        if isinstance(load, Integral):
+            exact.append(int(load))
+        elif math.isfinite(load):
+            exact.append(int(load) if load == int(load) else Fraction(load))
+        else:
+            exact.append(-1)
+        if exact[-1] < 0:
             raise PlanError(f"load of expert {expert} is {load}: it must be finite and >= 0")
-        exact.append(int(load) if value.is_integer() else Fraction(load))
     if not exact:
         raise PlanError("a layer needs at least one expert")
     return exact
