@@ -12,7 +12,8 @@ SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/slurm/*.sbatch)
 
 # From fast to slow, so that what is wrong shows early.
 TEST_DIRS := $(wildcard $(addprefix tests/,unit patches gloo faults gpu))
-BENCHMARKS := $(wildcard benchmarks/*.py)
+# The programs among the files there.
+BENCHMARKS = $(shell grep -l '^if __name__' benchmarks/*.py)
 
 .PHONY: help venv install demo test test-fast lint bench clean
 
