@@ -16,12 +16,15 @@ from typing import Protocol
 
 from megatron_resilient.algorithms import node_sets
 from megatron_resilient.algorithms.loss_polynomials import LossPolynomials
-from megatron_resilient.algorithms.topology import Topology
+from megatron_resilient.algorithms.topology import AllLost, Topology
 
 DEFAULT_STATE_LIMIT = 20_000
 
-# Branches less likely than this are not followed; their weight becomes part of the error.
-NEGLIGIBLE_PROBABILITY = 1e-18
+# Sets less likely to be lost are left aside, branches less likely are not followed, and where there
+# are too many branches the least likely ones are not; together they may weigh `MAX_ERROR`.
+NEGLIGIBLE_SET = 1e-14
+NEGLIGIBLE_BRANCH = 1e-18
+MAX_ERROR = 1e-6
 
 
 class _Law[Weight: (int, float)](Protocol):
@@ -61,7 +64,7 @@ class _Counting:
 class _Probability:
     """Probabilities, when every node fails by itself."""
 
-    negligible = NEGLIGIBLE_PROBABILITY
+    negligible = NEGLIGIBLE_BRANCH
 
     def __init__(self, failure_probability: Sequence[float]) -> None:
         self._failure = failure_probability
@@ -109,10 +112,10 @@ def count_survivable(
 def survival_probability(
     fatal_sets: Sequence[int], topology: Topology, state_limit: int = DEFAULT_STATE_LIMIT
 ) -> tuple[float, float] | None:
-    """Returns the probability that no fatal set is lost, and by how much it may be too low.
+    """Returns the probability that no fatal set is lost, and by how much it may be off.
 
-    What may be missing is the weight of branches too unlikely to be followed; rounding comes on
-    top.
+    Left out are branches too unlikely to be followed and sets too unlikely to be lost; their weight
+    is the error, on top of which comes rounding.
 
     Args:
         fatal_sets: Minimal sets of nodes (see `node_sets`).
@@ -120,7 +123,7 @@ def survival_probability(
         state_limit: Most branches to follow at a time.
 
     Returns:
-        (probability, error), or None when `state_limit` would be passed.
+        (probability, error), or None when `state_limit` would be passed by more than `MAX_ERROR`.
     """
     if 0 in fatal_sets:  # an expert that nobody holds
         return 0.0, 0.0
@@ -130,8 +133,11 @@ def survival_probability(
     law = _Probability(topology.failure_probability)
     in_failed_domain = _Probability((1.0,) * topology.nodes)
 
-    survival, missing = 1.0, 0.0
-    for part in _connected(fatal_sets, shared):
+    all_lost = AllLost(topology)
+    lost = {own: all_lost(node_sets.members(own)) for own in fatal_sets}
+    likely = [own for own, probability in lost.items() if probability > NEGLIGIBLE_SET]
+    survival, missing = 1.0, sum(p for p in lost.values() if p <= NEGLIGIBLE_SET)
+    for part in _connected(likely, shared):
         states: dict[int, float] | None = {(1 << len(part)) - 1: 1.0}
         atoms_by_domain = _atoms(part, [domain.nodes for domain in domains])
         for domain, atoms in zip(domains, atoms_by_domain, strict=True):
@@ -143,11 +149,11 @@ def survival_probability(
             states, dropped = _sweep(atoms, up_states, law, state_limit)
             missing += dropped
             if down and states is not None:
-                lost, dropped = _sweep(atoms, down_states, in_failed_domain, state_limit)
+                rest, dropped = _sweep(atoms, down_states, in_failed_domain, state_limit)
                 missing += dropped
-                for state, weight in (lost or {}).items():
+                for state, weight in (rest or {}).items():
                     states[state] = states.get(state, 0.0) + weight
-        if states is None:
+        if states is None or missing > MAX_ERROR:
             return None
         survival *= sum(states.values())
     return survival, missing
@@ -179,7 +185,12 @@ def _sweep[Weight: (int, float)](
                     after[branch] = after.get(branch, 0) + branch_weight
         states = after
         if len(states) > state_limit:
-            return None, dropped
+            if not law.negligible:  # exact or not at all
+                return None, dropped
+            lightest = sorted(states, key=states.__getitem__)[: len(states) - state_limit // 2]
+            dropped += sum(states.pop(state) for state in lightest)
+            if dropped > MAX_ERROR:
+                return None, dropped
     return states, dropped
 
 

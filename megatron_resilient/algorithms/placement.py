@@ -4,47 +4,28 @@ A node is what fails. It has g ranks with s slots each; replicas of an expert ar
 first, and inside a node over ranks such that ranks expect about the same number of tokens.
 
 One layer is designed by `layer_design` (maximum rank overlap where that is optimal, open blocks and
-a search where it is not). The layers then share one order of the nodes (`node_order`), and if nodes
-differ in how likely they fail, the nodes are chosen to fit (`topology_fit`).
+a search where it is not). The layers then share one order of the nodes (`joint_order`), and if
+nodes differ in how likely they fail, the nodes are chosen to fit (`unlike_nodes`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import comb
 
 import numpy as np
 
-from megatron_resilient.algorithms import (
-    layer_design,
-    loss_sweep,
-    node_order,
-    node_sets,
-    topology_fit,
-)
-from megatron_resilient.algorithms.block_design import block_design
+from megatron_resilient.algorithms import layer_design
+from megatron_resilient.algorithms.joint_order import order_nodes
 from megatron_resilient.algorithms.layer_design import LayerDesign
 from megatron_resilient.algorithms.layer_plan import LayerPlan
-from megatron_resilient.algorithms.loss_tables import CountMeasure, LossTable, ProbabilityMeasure
-from megatron_resilient.algorithms.node_order import NodeOrder
-from megatron_resilient.algorithms.placement_search import SearchResult, search_placement
-from megatron_resilient.algorithms.recovery_probability import survival_probability
 from megatron_resilient.algorithms.replication import exact_loads
 from megatron_resilient.algorithms.slot_layout import IntArray
 from megatron_resilient.algorithms.topology import Topology
+from megatron_resilient.algorithms.unlike_nodes import fit_layers
 from megatron_resilient.errors import PlanError
 
-# Sets of nodes and exchanges that may be weighed for one plan, over all layers.
+# Sets of nodes that may be weighed for one plan, over all layers.
 DEFAULT_EFFORT = 20_000
-
-# Clusters whose nodes differ are searched to the end up to this size: here no nodes are alike.
-_MAX_SEARCHED_UNLIKE_NODES = 8
-
-# Of those, the exchanges of nodes.
-_MAX_EXCHANGES = 20_000
-
-# Joint probabilities of two orders of the nodes are compared for up to this many lost nodes.
-_COMPARED_LOSSES = 16
 
 
 @dataclass(frozen=True)
@@ -135,9 +116,9 @@ def place_replicas(
         for layer in layers:
             layer.balance(max_imbalance, ranks_per_node)
     if len(layers) > 1 and nodes > 1:
-        _order_nodes(layers, effort, may_fall_back=max_imbalance is None)
+        order_nodes(layers, may_fall_back=max_imbalance is None)
     if topology is not None and not topology.is_uniform:
-        _fit(layers, topology.simplified(), effort, seed, search=max_imbalance is None)
+        fit_layers(layers, topology.simplified(), effort, seed, search=max_imbalance is None)
     return Placement(
         np.stack([layer.slots(ranks_per_node) for layer in layers]),
         ranks_per_node,
@@ -192,150 +173,3 @@ def _design(layers: Sequence[LayerPlan], effort: int) -> None:
             )
             effort -= designs[key].effort
         layer.adopt(designs[key])
-
-
-class _Judge:
-    """Compares orders of the nodes by the losses that are fatal to some layer.
-
-    What exceeds the number of fatal losses of the reference, for any number of nodes lost, counts
-    most; then fatal losses of one node, of two, and so on.
-    """
-
-    def __init__(self, nodes: int, reference: Sequence[int]) -> None:
-        self._nodes = nodes
-        self._most = min(nodes, _COMPARED_LOSSES)
-        self._table = LossTable(nodes) if nodes <= layer_design.MAX_SEARCHED_NODES else None
-        self._ceilings = self._fatal_losses(reference)
-        if self._table is not None:
-            self._measure = CountMeasure(self._table, self._ceilings)
-
-    def cost(self, fatal_sets: Sequence[int]) -> tuple[int, list[int]]:
-        counts = self._fatal_losses(fatal_sets)
-        return layer_design.excess(counts, self._ceilings), counts
-
-    def improve(self, order: NodeOrder, designs: node_order.Designs, effort: int) -> NodeOrder:
-        if self._table is None:
-            return order
-        return node_order.exchange_nodes(
-            order, designs, self._table, self._measure, budget=min(effort, _MAX_EXCHANGES)
-        )
-
-    def _fatal_losses(self, fatal_sets: Sequence[int]) -> list[int]:
-        survivable = loss_sweep.count_survivable(fatal_sets, self._nodes, self._most)
-        if survivable is None:  # too many fatal sets are open at once: take the worst for granted
-            survivable = [0] * (self._most + 1)
-        return [comb(self._nodes, k) - count for k, count in enumerate(survivable)]
-
-
-def _order_nodes(layers: Sequence[LayerPlan], effort: int, *, may_fall_back: bool) -> None:
-    """Gives all layers one order of the nodes.
-
-    Jointly not below the paper's plan in one order, for any number of losses compared. If even the
-    best order found is, the paper's plan is taken for all layers (never seen to be needed).
-    """
-    nodes = layers[0].nodes
-    designs = [layer.classes for layer in layers]
-    paper = [block_design(layer.replicas, nodes, layer.slots_per_node) for layer in layers]
-    judge = _Judge(nodes, node_order.in_line(paper).fatal_sets(paper))
-
-    def best_order(of: node_order.Designs) -> tuple[tuple[int, list[int]], NodeOrder]:
-        orders = [
-            judge.improve(order, of, effort)
-            for order in (node_order.on_common_cores(of), node_order.in_line(of))
-        ]
-        return min(((judge.cost(o.fatal_sets(of)), o) for o in orders), key=lambda found: found[0])
-
-    cost, order = best_order(designs)
-    allowed = list(map(LayerPlan.allowed, layers, paper))
-    if cost[0] and may_fall_back and None not in allowed:
-        for layer, classes in zip(layers, allowed, strict=True):
-            assert classes is not None
-            layer.adopt_weaker(classes, "blocks")
-        _, order = best_order([layer.classes for layer in layers])
-    for layer, parts in zip(layers, order.parts, strict=True):
-        layer.seat(parts)
-
-
-def _fit(
-    layers: Sequence[LayerPlan], topology: Topology, effort: int, seed: int, *, search: bool
-) -> None:
-    """Chooses nodes that fit the topology; searches for better holders in small clusters."""
-    fatal = node_sets.minimal(own for layer in layers for own in layer.holders)
-    fit = topology_fit.fit_to_topology(
-        fatal, topology, seed=seed, budget=min(effort, _MAX_EXCHANGES)
-    )
-    for layer in layers:
-        layer.seat(
-            [
-                node_sets.from_members(fit.node_of[position] for position in node_sets.members(own))
-                for own in layer.parts
-            ]
-        )
-        layer.method = f"{layer.method}; {fit.method}"
-        layer.optimal = None
-    if search and topology.nodes <= _MAX_SEARCHED_UNLIKE_NODES:
-        _search_holders(layers, topology, effort)
-    for layer in layers:
-        bound = topology_fit.survival_bound(
-            layer.replicas[0], len(layer.replicas), layer.slots_per_node, topology
-        )
-        reached = survival_probability(layer.holders, topology)
-        if reached.standard_error < 1e-12 and reached.value >= bound - 1e-12:
-            layer.optimal = True
-
-
-def _search_holders(layers: Sequence[LayerPlan], topology: Topology, effort: int) -> None:
-    """Improves the joint survival, one layer after another, until no layer can improve it alone."""
-    table = LossTable(topology.nodes)
-    measure = ProbabilityMeasure(topology)
-    node_kinds = list(zip(topology.failure_probability, topology.rack_of, strict=True))
-
-    def search(layer: LayerPlan, rest: int, cost: float, kinds: Sequence[Hashable]) -> SearchResult:
-        nonlocal effort
-        result = search_placement(
-            layer.replicas,
-            layer.slots_per_node,
-            table,
-            measure,
-            min_distinct=layer.min_distinct,
-            kinds=kinds,
-            known_cost=cost,
-            already_fatal=rest,
-            budget=max(effort, 0),
-        )
-        effort -= result.effort
-        return result
-
-    # Each layer by itself: its optimum, which the other layers may keep it from.
-    alone = []
-    for layer in layers:
-        cost = measure(table.fatal(layer.holders))
-        result = search(layer, 0, cost, node_kinds)
-        holders = result.holders or layer.holders
-        alone.append((holders, measure(table.fatal(holders)), result.complete))
-    together = measure(table.fatal(own for layer in layers for own in layer.holders))
-    if measure(table.fatal(own for holders, _, _ in alone for own in holders)) < together:
-        for layer, (holders, _, _) in zip(layers, alone, strict=True):
-            if holders != layer.holders:
-                layer.hold(holders, "search")
-    improved = len(layers) > 1
-    while improved and effort > 0:
-        improved = False
-        for layer in layers:
-            rest = table.fatal(
-                own for other in layers if other is not layer for own in other.holders
-            )
-            cost = measure(rest | table.fatal(layer.holders))
-            result = search(layer, rest, cost, range(topology.nodes))
-            if result.holders is not None:
-                layer.hold(result.holders, "search")
-                improved = True
-    for layer, (holders, best, complete) in zip(layers, alone, strict=True):
-        rest = table.fatal(own for other in layers if other is not layer for own in other.holders)
-        joint = measure(rest | table.fatal(layer.holders))
-        if holders != layer.holders and measure(rest | table.fatal(holders)) <= joint:
-            layer.hold(holders, "search")  # its own optimum, which costs the others nothing
-        if measure(table.fatal(layer.holders)) >= best * (1 + 1e-9) and best:
-            layer.optimal = False
-        elif complete:
-            layer.optimal = True

@@ -21,7 +21,12 @@ _SAMPLES_AT_A_TIME = 2_048
 
 @dataclass(frozen=True)
 class Estimate:
-    """A probability and how far it may be off: one standard error if sampled, 0 if exact."""
+    """A probability and how far it may be off.
+
+    Attributes:
+        value: The probability.
+        standard_error: One standard error if it was sampled, else a bound: 0 if exact.
+    """
 
     value: float
     standard_error: float = 0.0
@@ -111,7 +116,8 @@ def survival_probability(
 ) -> Estimate:
     """Returns the probability that nothing is lost when nodes and racks fail as the topology says.
 
-    Exact (to 1e-10) or sampled, as in `recovery_probability`.
+    Exact but for an error of at most 1e-6, which is stated (mostly it is far smaller), or sampled,
+    as in `recovery_probability`.
     """
     relevant = node_sets.minimal(fatal_sets)
     swept = loss_sweep.survival_probability(relevant, topology, state_limit)

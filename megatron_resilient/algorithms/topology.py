@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_resilient.errors import PlanError
@@ -105,3 +105,27 @@ class Topology:
         """Whether nodes fail independently and with one probability."""
         simple = self.simplified()
         return not simple.rack_failure_probability and len(set(simple.failure_probability)) <= 1
+
+
+class AllLost:
+    """The probability that some nodes are all lost, for many sets of nodes of one topology."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._node_failure = topology.failure_probability
+        self.domain_of = [0] * topology.nodes
+        self._domain_failure = []
+        for index, domain in enumerate(topology.domains()):
+            self._domain_failure.append(domain.failure_probability)
+            for node in domain.nodes:
+                self.domain_of[node] = index
+
+    def __call__(self, nodes: Iterable[int]) -> float:
+        """Returns the probability; 1 for no nodes."""
+        by_itself: dict[int, float] = {}
+        for node in nodes:
+            domain = self.domain_of[node]
+            by_itself[domain] = by_itself.get(domain, 1.0) * self._node_failure[node]
+        probability = 1.0
+        for domain, own in by_itself.items():
+            probability *= self._domain_failure[domain] + (1 - self._domain_failure[domain]) * own
+        return probability

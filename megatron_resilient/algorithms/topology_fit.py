@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from megatron_resilient.algorithms import node_sets
-from megatron_resilient.algorithms.topology import Topology
+from megatron_resilient.algorithms.topology import AllLost, Topology
 
 # Table entries times choices that the exact division of nodes among blocks may cost.
 _MAX_EXACT_WORK = 2_000_000
@@ -67,16 +67,6 @@ def fit_to_topology(
     return NodeFit(_exchange(start, fatal_sets, topology, seed, budget), "node exchange")
 
 
-def log_loss(topology: Topology, nodes: Sequence[int]) -> float:
-    """Returns the logarithm of the probability that all these nodes are lost."""
-    domain_of, domains = _domains(topology)
-    lost: dict[int, float] = {}
-    for node in nodes:
-        domain = domain_of[node]
-        lost[domain] = lost.get(domain, 1.0) * topology.failure_probability[node]
-    return sum(_log(domains[domain] + (1 - domains[domain]) * own) for domain, own in lost.items())
-
-
 def safest_nodes(topology: Topology, count: int) -> list[int]:
     """Returns `count` nodes that are least likely to be all lost. Exact; O(nodes * count).
 
@@ -87,12 +77,13 @@ def safest_nodes(topology: Topology, count: int) -> list[int]:
     if not topology.rack_failure_probability:
         by_reliability = sorted(range(topology.nodes), key=topology.failure_probability.__getitem__)
         return by_reliability[:count]
+    all_lost = AllLost(topology)
     # best[k]: logarithm of the probability that k nodes of the domains so far are lost, and them.
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * count]
     for domain in topology.domains():
         nodes = sorted(domain.nodes, key=lambda n: (topology.failure_probability[n], n))
         prefixes = [tuple(nodes[:size]) for size in range(min(len(nodes), count) + 1)]
-        costs = [log_loss(topology, own) for own in prefixes]
+        costs = [_log(all_lost(own)) for own in prefixes]
         best = [
             min(
                 (
@@ -133,7 +124,7 @@ def survival_bound(
     experts, whichever is less likely.
     """
     size = min(least_replicas, topology.nodes)
-    lost = math.exp(log_loss(topology.simplified(), safest_nodes(topology, size)))
+    lost = AllLost(topology)(safest_nodes(topology, size))
     return min(1 - lost, probability_of_alive(topology, -(-experts // slots_per_node)))
 
 
@@ -141,38 +132,19 @@ class _Cost:
     """What an assignment costs: minus the logarithm of survival, were fatal sets independent."""
 
     def __init__(self, fatal_sets: Sequence[int], topology: Topology) -> None:
-        self._topology = topology
+        self._all_lost = AllLost(topology)
         self.members = [list(node_sets.members(fatal)) for fatal in fatal_sets]
         self.sets_of: list[list[int]] = [[] for _ in range(topology.nodes)]
         for index, positions in enumerate(self.members):
             for position in positions:
                 self.sets_of[position].append(index)
-        self._domain_of, self._domains = _domains(topology)
 
     def of_set(self, node_of: Sequence[int], index: int) -> float:
-        lost: dict[int, float] = {}
-        for position in self.members[index]:
-            node = node_of[position]
-            domain = self._domain_of[node]
-            lost[domain] = lost.get(domain, 1.0) * self._topology.failure_probability[node]
-        probability = 1.0
-        for domain, own in lost.items():
-            probability *= self._domains[domain] + (1 - self._domains[domain]) * own
-        return -_log(1 - probability)
+        lost = self._all_lost(node_of[position] for position in self.members[index])
+        return -_log(1 - lost)
 
     def total(self, node_of: Sequence[int]) -> float:
         return sum(self.of_set(node_of, index) for index in range(len(self.members)))
-
-
-def _domains(topology: Topology) -> tuple[list[int], list[float]]:
-    """Returns every node's failure domain, and the probability that a domain fails as a whole."""
-    domain_of = [0] * topology.nodes
-    probability = []
-    for index, domain in enumerate(topology.domains()):
-        probability.append(domain.failure_probability)
-        for node in domain.nodes:
-            domain_of[node] = index
-    return domain_of, probability
 
 
 def _log(value: float) -> float:
@@ -249,7 +221,7 @@ def _divide_exactly(fatal_sets: Sequence[int], topology: Topology) -> tuple[int,
 
 def _deal(fatal_sets: Sequence[int], topology: Topology) -> tuple[int, ...]:
     """Deals nodes to the fatal sets in turn, reliable ones first, each set over many racks."""
-    domain_of, _ = _domains(topology)
+    domain_of = AllLost(topology).domain_of
     left = sorted(range(topology.nodes), key=lambda n: (topology.failure_probability[n], n))
     node_of = [-1] * topology.nodes
     seats = [list(node_sets.members(fatal)) for fatal in fatal_sets]
