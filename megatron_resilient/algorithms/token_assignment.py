@@ -26,6 +26,9 @@ from megatron_resilient.errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
 
+# Bits of the total that loads are cut to where only the imbalance is of interest.
+_IMBALANCE_BITS = 30
+
 
 @dataclass(frozen=True)
 class TokenAssignment:
@@ -182,6 +185,8 @@ def least_imbalance(
     slot_experts = _integers(slot_experts, "slot_experts")
     ranks = len(slot_experts)
     total = _integers(loads, "loads")
+    # Loads of a long window may be more than can be shared out; their proportions are enough.
+    total = total >> max(0, int(total.sum()).bit_length() - _IMBALANCE_BITS)
     # Where the tokens come from does not matter to the fullest rank.
     tokens = np.zeros((ranks, len(total)), dtype=np.int64)
     tokens[0] = total

@@ -193,11 +193,11 @@ def _show(plan: "Plan", value: "PlanValue", seconds: float, drawn_layer: int) ->
     console.print(f"{nodes} nodes of {slots_per_node} slots, planned in {seconds:.2f} s")
     if minimum < asked:
         console.print(
-            f"[yellow]At least {minimum} replicas of every expert, not {asked}: "
+            f"[yellow]At least {_count(minimum, 'replica')} of every expert, not {asked}: "
             "there are too few slots.[/]"
         )
     else:
-        console.print(f"At least {minimum} replicas of every expert.")
+        console.print(f"At least {_count(minimum, 'replica')} of every expert.")
     console.print(_losses_line(value))
     if value.survival is not None:
         console.print(f"Survival of the topology's failures: {_probability(value.survival)}")
@@ -210,7 +210,11 @@ def _losses_line(value: "PlanValue") -> str:
     lost = value.guaranteed_losses
     if lost < 1:
         return "[yellow]Some node must not be lost: an expert has no replica elsewhere.[/]"
-    return f"Any {lost} node{'s' if lost > 1 else ''} may be lost at once."
+    return f"Any {_count(lost, 'node')} may be lost at once."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _layers(plan: "Plan", value: "PlanValue") -> "Table":

@@ -17,21 +17,13 @@ def problems(draw):
     """Token counts [ranks, experts], slots [ranks, slots per rank], ranks per node."""
     ranks, slots = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     experts = draw(st.integers(1, ranks * slots))
-    spare = draw(
-        st.lists(
-            st.integers(0, experts - 1),
-            min_size=ranks * slots - experts,
-            max_size=ranks * slots - experts,
-        )
-    )
-    filled = draw(st.permutations([*range(experts), *spare]))
-    count = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 1000))
-    tokens = [[draw(count) for _ in range(experts)] for _ in range(ranks)]
-    return (
-        np.array(tokens),
-        np.array(filled).reshape(ranks, slots),
-        draw(st.sampled_from([1, 2, 3])),
-    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    spare = rng.integers(0, experts, ranks * slots - experts)
+    filled = rng.permutation(np.concatenate([np.arange(experts), spare]))
+    # Nothing at all, a few tokens, or many, for each rank and expert by itself.
+    most = draw(st.sampled_from([(0,), (0, 1), (9,), (0, 9, 1000)]))
+    tokens = rng.integers(0, rng.choice(most, (ranks, experts)) + 1)
+    return tokens, filled.reshape(ranks, slots), draw(st.sampled_from([1, 2, 3]))
 
 
 def by_expert(split, slot_experts, experts):
@@ -141,6 +133,14 @@ def test_ranks_even_out_not_only_replicas():
     best = assign_tokens(tokens, slot_experts)
     assert best.policy == "balanced"
     assert best.rank_tokens.tolist() == [100, 100]
+
+
+def test_loads_of_a_long_window_have_an_imbalance():
+    slot_experts = np.array([[0, 1], [0, 2]])
+    loads = np.array([6, 1, 3])
+    expected = least_imbalance(loads, slot_experts)
+    assert expected == 1
+    assert least_imbalance(loads * 10**15, slot_experts) == pytest.approx(expected, abs=1e-6)
 
 
 def test_no_tokens_and_one_slot():
