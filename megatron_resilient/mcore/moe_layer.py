@@ -10,6 +10,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -75,6 +76,7 @@ class ReplicatedMoELayer(MoELayer):
         self.logical_experts = config.num_moe_experts
         self.expert_dp_rank = pg_collection.expt_dp.rank()
         self.slots = SlotMap.of(first_holding)
+        self._rank_tokens = np.zeros(pg_collection.ep.size(), dtype=np.int64)
         self._fill(scratch[0] if scratch else None)
         self.tag_shared()
 
@@ -93,9 +95,17 @@ class ReplicatedMoELayer(MoELayer):
         """Widens the routing map, then does what MoELayer does."""
         group = self.token_dispatcher.tp_ep_group
         tokens = count_tokens(routing_map, probs, group, self.layer_number)
-        split = split_tokens(tokens, self.slots, dist.get_rank(group))
+        split, rank_tokens = split_tokens(tokens, self.slots, dist.get_rank(group))
+        if self.training and torch.is_grad_enabled():  # each training token once
+            self._rank_tokens += rank_tokens
         routing_map, probs = widen(routing_map, probs, split, self.slots)
         return super().preprocess(hidden_states, probs, routing_map)
+
+    def take_rank_tokens(self) -> list[int]:
+        """Returns the tokens that each rank of the domain computed since the last call."""
+        tokens = self._rank_tokens.tolist()
+        self._rank_tokens[:] = 0
+        return tokens
 
     def set_holding(self, holding: Holding) -> None:
         """Says that the slots now hold these experts.

@@ -21,6 +21,7 @@ from megatron_resilient.patching import apply
 from megatron_resilient.telemetry import EventLog, write_summary
 
 if TYPE_CHECKING:
+    from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
     from megatron_resilient.mcore.rebalance import Move
 
 DEFAULT_RUN_DIR = "resilient_run"
@@ -46,11 +47,16 @@ def run_dir(config: ResilientConfig, args: Any) -> str:
 
 @dataclass
 class RunRecord:
-    """Writes the events of this process. One per process and training run."""
+    """Writes the events of this process. One per process and training run.
+
+    Attributes:
+        replicated: the layers whose experts have replicas, on this rank.
+    """
 
     log: EventLog
     config: ResilientConfig
     load: ExpertLoad
+    replicated: "list[ReplicatedMoELayer]" = field(default_factory=list)
     step: int = 0
     _load_counted_from: int = 0  # the last step before those that `load` holds
     _pending: list[dict[str, Any]] = field(default_factory=list)
@@ -108,17 +114,33 @@ class RunRecord:
         # All ranks of one pipeline stage hold the same layers.
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         loads = self.load.take(group)
-        if torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1:
+        of_ranks = {layer.layer_number: layer.take_rank_tokens() for layer in self.replicated}
+        if self.speaks_for_stage:
             for layer, tokens in loads.items():
-                self.write("expert_load", layer=layer, tokens=tokens, steps=steps)
+                # With several expert-parallel domains: of this rank's.
+                own = {"rank_tokens": of_ranks[layer]} if layer in of_ranks else {}
+                self.write("expert_load", layer=layer, tokens=tokens, steps=steps, **own)
         if not self.speaks:
             return
         for layer, tokens in loads.items():
             mean = sum(tokens) / len(tokens)
             _plot(f"moe/load_imbalance_layer_{layer}", max(tokens) / mean if mean else 1, self.step)
 
+    @property
+    def speaks_for_stage(self) -> bool:
+        """The last rank of a pipeline stage speaks for the layers that it holds."""
+        group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return torch.distributed.get_rank(group) == torch.distributed.get_world_size(group) - 1
+
+    def placed(self) -> None:
+        """Records where the experts are."""
+        if self.speaks_for_stage:
+            for layer in self.replicated:
+                self.write("placement", layer=layer.layer_number, slots=layer.holding)
+
     def rebalanced(self, move: "Move") -> None:
         """Records that experts were moved."""
+        self.placed()
         if self.speaks:
             self.write("rebalance", **dataclasses.asdict(move))
             _plot("moe/rebalance_imbalance_before", move.imbalance_before, self.step)

@@ -69,8 +69,10 @@ def count_tokens(
     return table[:, :-1]
 
 
-def split_tokens(tokens_DE: np.ndarray, slots: SlotMap, sender: int) -> np.ndarray:
-    """Decides how many of one sender's tokens go to each slot, [S].
+def split_tokens(
+    tokens_DE: np.ndarray, slots: SlotMap, sender: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decides how many of one sender's tokens go to each slot.
 
     Senders that share an expert-parallel rank (expert tensor parallelism) are assigned together
     and cut their common share in the order of ranks.
@@ -79,13 +81,17 @@ def split_tokens(tokens_DE: np.ndarray, slots: SlotMap, sender: int) -> np.ndarr
         tokens_DE: tokens that each sender routes to each expert, [D, E].
         slots: where the slots are.
         sender: this rank's row of `tokens_DE`.
+
+    Returns:
+        (the sender's tokens of each slot, [S]; tokens that each rank computes, [R]).
     """
     ranks = slots.holding_RC.shape[0]
     together = tokens_DE.shape[0] // ranks
     tokens_RE = tokens_DE.reshape(ranks, together, -1).sum(axis=1)
-    split_S = assign_tokens(tokens_RE, slots.holding_RC).split[sender // together]
+    assignment = assign_tokens(tokens_RE, slots.holding_RC)
+    split_S = assignment.split[sender // together]
     if together == 1:
-        return split_S
+        return split_S, assignment.rank_tokens
     # The share of expert e runs over its slots in order; senders take consecutive stretches of it.
     order = slots.by_expert_S
     experts = slots.holding_RC.reshape(-1)[order]
@@ -97,7 +103,7 @@ def split_tokens(tokens_DE: np.ndarray, slots: SlotMap, sender: int) -> np.ndarr
     own = np.minimum(stop, ends - first_of) - np.maximum(start, begins)
     result = np.zeros_like(split_S)
     result[order] = np.maximum(own, 0)
-    return result
+    return result, assignment.rank_tokens
 
 
 def widen(

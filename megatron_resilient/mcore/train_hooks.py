@@ -59,6 +59,9 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     model, optimizer, scheduler = original(*args, **kwargs)
     _record = RunRecord.start(model)
     _replicas = _ReplicaHooks.attach(model, optimizer)
+    if _replicas is not None:
+        _record.replicated = _replicas.layers
+        _record.placed()
     if get_args().iteration:
         _record.loaded(_load_seconds)
     return model, optimizer, scheduler

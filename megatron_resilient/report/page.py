@@ -12,6 +12,7 @@ from megatron_resilient.report import header, tables
 from megatron_resilient.report.content import Section
 from megatron_resilient.report.loads import ExpertLoads, mean_of_known
 from megatron_resilient.report.members import Membership
+from megatron_resilient.report.placement import last_placement
 from megatron_resilient.report.plot_events import (
     plot_checkpoints,
     plot_recoveries,
@@ -26,6 +27,7 @@ from megatron_resilient.report.plot_load import (
     plot_layers,
 )
 from megatron_resilient.report.plot_members import plot_members
+from megatron_resilient.report.plot_placement import plot_placement
 from megatron_resilient.report.plot_training import plot_loss, plot_throughput
 from megatron_resilient.report.run import Run
 from megatron_resilient.report.svg import STYLE, to_svg
@@ -44,6 +46,7 @@ def build_page(run: Run) -> str:
             _loss,
             _throughput,
             _expert_load,
+            _placement,
             _members,
             _recoveries,
             _checkpoints,
@@ -138,6 +141,23 @@ def _expert_load(run: Run) -> Section | str:
     label = f"Heat maps of the load of each expert by step, {plural(shown, 'layer')}."
     pictures.append(to_svg(plot_experts(loads), "experts", label))
     return Section("expert-load", "Expert load", lead, pictures)
+
+
+def _placement(run: Run) -> Section | str:
+    placement = last_placement(run.events)
+    if not placement:
+        return "Placement: no replicas of experts."
+    counts = [count for layer in placement.values() for count in layer.replicas.values()]
+    moves = len(run.of_kind("rebalance"))
+    low, high = min(counts), max(counts)
+    few = plural(high, "replica") if low == high else f"{low} to {high} replicas"
+    lead = f"Every expert has {few}; they were placed anew {plural(moves, 'time')}."
+    label = f"Experts in the slots of each rank, at the end. {lead}"
+    picture = to_svg(plot_placement(placement), "placement", label)
+    found = [tables.placement_table(placement)]
+    if moves:
+        found.append(tables.rebalances_table(run))
+    return Section("placement", "Placement of experts", lead, [picture], found)
 
 
 def _members(run: Run) -> Section | str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from itertools import compress
 
 from megatron_resilient.report.content import Column, Table
+from megatron_resilient.report.placement import LayerPlacement
 from megatron_resilient.report.plot_events import phases_of, timeline_events
 from megatron_resilient.report.run import Run
 from megatron_resilient.report.text import duration, in_bytes, moment, plural
@@ -35,6 +36,45 @@ def jobs_table(run: Run) -> Table:
             _step(job["last_step"]),
             "no end written" if job["exit"] is None else str(job["exit"]),
         ),
+    )
+
+
+def placement_table(placement: dict[int, LayerPlacement]) -> Table:
+    """Lists how many replicas each expert has."""
+    return _table(
+        "Replicas",
+        (Column("layer"), Column("slots"), Column("fewest"), Column("most"), Column("hot", "text")),
+        placement.items(),
+        lambda item: (
+            str(item[0]),
+            f"{sum(map(len, item[1].slots)):,}",
+            str(min(item[1].replicas.values())),
+            str(max(item[1].replicas.values())),
+            ", ".join(f"expert {expert}: {count}" for expert, count in item[1].most_replicated(4)),
+        ),
+    )
+
+
+def rebalances_table(run: Run) -> Table:
+    """Lists when experts were placed anew, and what came of it."""
+    return _table(
+        "Rebalancings",
+        (
+            Column("step"),
+            Column("max / mean before"),
+            Column("predicted after"),
+            Column("moved"),
+            Column("training waited"),
+        ),
+        run.of_kind("rebalance"),
+        lambda event: (
+            _step(event["step"]),
+            f"{event['imbalance_before']:.3f}" if "imbalance_before" in event else "",
+            f"{event['imbalance_after']:.3f}" if "imbalance_after" in event else "",
+            in_bytes(event["bytes"]) if "bytes" in event else "",
+            duration(event["seconds"]) if "seconds" in event else "",
+        ),
+        folded=True,
     )
 
 
@@ -140,11 +180,11 @@ def events_table(run: Run) -> Table:
     )
 
 
-def _table(
+def _table[Entry](
     caption: str,
     columns: tuple[Column, ...],
-    entries: Iterable[Event],
-    row: Callable[[Event], tuple[str, ...]],
+    entries: Iterable[Entry],
+    row: Callable[[Entry], tuple[str, ...]],
     folded: bool = False,
 ) -> Table:
     entries = list(entries)

@@ -36,6 +36,7 @@ TYPES: dict[str, Callable[[object], bool]] = {
     "counts": _is_counts,
     "list of int": _is_list_of(int),
     "list of text": _is_list_of(str),
+    "lists of int": lambda value: isinstance(value, list) and all(map(_is_list_of(int), value)),
     "name -> number": _is_numbers_by_name,
     "name -> value": lambda value: isinstance(value, dict),
 }
@@ -210,6 +211,14 @@ _KINDS = (
             Field("member", "text", "the node", required=True),
             Field("members", "int", "how many there are now"),
             Field("planned", "true or false", "it had said so before"),
+        ),
+    ),
+    EventKind(
+        "placement",
+        "where the experts of a layer are from now on",
+        (
+            Field("layer", "int", "layer, counted as in the model", required=True),
+            Field("slots", "lists of int", "for each rank, its slots' experts", required=True),
         ),
     ),
     EventKind(

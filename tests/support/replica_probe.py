@@ -288,7 +288,7 @@ def _everything_to_first_slots(tokens, slots, sender):
     split = np.zeros_like(flat)
     for expert in range(tokens.shape[1]):
         split[int((flat == expert).argmax())] = tokens[sender, expert]
-    return split
+    return split, np.zeros(len(slots.holding_RC), dtype=np.int64)
 
 
 def _difference(a, b):

@@ -137,6 +137,14 @@ class SyntheticRun:
         if step % max(1, self.steps // 8) == 0:
             before, self.imbalance = self.imbalance, 1.04
             self.now += 1.3
+            for layer in range(1, self.layers + 1):
+                slots = self.rng.permutation(np.arange(2 * self.experts) % self.experts)
+                self.log.emit(
+                    "placement",
+                    step,
+                    layer=layer,
+                    slots=[own.tolist() for own in np.array_split(slots, 4)],
+                )
             self.log.emit(
                 "rebalance",
                 step,

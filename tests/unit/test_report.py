@@ -20,6 +20,7 @@ SECTIONS = [
     "loss",
     "throughput",
     "expert-load",
+    "placement",
     "members",
     "recoveries",
     "checkpoints",
@@ -90,7 +91,7 @@ def test_the_page_has_all_sections_and_is_well_formed(text):
     assert [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")] == (
         SECTIONS
     )
-    assert page.tags.count("svg") == 9
+    assert page.tags.count("svg") == 10
     assert text.startswith("<!DOCTYPE html>")
     assert "Not in this report" not in page.words
 
