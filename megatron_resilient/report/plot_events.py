@@ -23,8 +23,10 @@ MAX_LANES = 20
 # Okabe and Ito's colours (2008), made to be told apart by all common kinds of colour vision.
 PHASE_COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7", "#999999")
 
-# The curves show these already.
-_NOT_IN_TIMELINE = frozenset({"step", "expert_load", "checkpoint_save_start", "evaluation"})
+# Other sections show these already.
+_NOT_IN_TIMELINE = frozenset(
+    {"step", "expert_load", "placement", "checkpoint_save_start", "evaluation"}
+)
 
 _LOOKS = {
     "failure": ("x", "red"),

@@ -18,8 +18,8 @@ def plot_placement(placement: dict[int, LayerPlacement]) -> Figure:
     shown = _spread(list(placement), MAX_LAYERS)
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
-    ranks = max(len(placement[layer].slots) for layer in shown)
-    height = 0.45 + min(3.0, max(0.8, 0.24 * ranks))
+    tallest = max(len(placement[layer].slots) for layer in shown)
+    height = 0.45 + min(3.0, max(0.8, 0.24 * tallest))
     figure = Figure(figsize=(WIDTH, rows * height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     most = max(max(placement[layer].replicas.values()) for layer in shown)
@@ -27,7 +27,13 @@ def plot_placement(placement: dict[int, LayerPlacement]) -> Figure:
     for axes, layer in zip(panels, shown, strict=False):
         own = placement[layer]
         counts = np.array([[own.replicas[expert] for expert in slots] for slots in own.slots])
-        axes.imshow(counts, cmap=UNEVEN, vmin=1, vmax=darkest, aspect="auto")
+        ranks, slots = counts.shape
+        edges = np.arange(slots + 1) - 0.5, np.arange(ranks + 1) - 0.5
+        # Not imshow: equal images get equal ids, and ids may stand once only in a page.
+        axes.pcolormesh(
+            *edges, counts, cmap=UNEVEN, vmin=1, vmax=darkest, edgecolors=INK["paper"], lw=0.8
+        )
+        axes.invert_yaxis()
         axes.grid(False)
         axes.set_xticks([])
         axes.set_yticks(range(len(own.slots)) if len(own.slots) <= 16 else [])
@@ -36,8 +42,8 @@ def plot_placement(placement: dict[int, LayerPlacement]) -> Figure:
         title(axes, f"layer {layer}: expert in each slot")
         if counts.size > _NUMBERED_SLOTS:
             continue
-        for rank, slots in enumerate(own.slots):
-            for slot, expert in enumerate(slots):
+        for rank, experts in enumerate(own.slots):
+            for slot, expert in enumerate(experts):
                 dark = counts[rank, slot] > 0.6 * darkest
                 colour = "#ffffff" if dark else "#222222"
                 axes.text(slot, rank, str(expert), ha="center", va="center", color=colour)

@@ -227,6 +227,7 @@ def test_sections_without_data_are_named(tmp_path):
         "Loss",
         "Throughput",
         "Expert load",
+        "Placement",
         "Members",
         "Recoveries",
         "Checkpoints",
