@@ -282,7 +282,7 @@ def test_the_command_writes_the_page(synthetic, tmp_path, capsys, only_this_comm
     output = tmp_path / "page.html"
     assert cli.main(["report", str(synthetic), "--output", str(output)]) == 0
     assert str(output) in capsys.readouterr().out
-    assert Page(output.read_text(encoding="utf-8")).tags.count("svg") == 9
+    assert Page(output.read_text(encoding="utf-8")).tags.count("svg") == 10
     assert list(tmp_path.iterdir()) == [output]
 
 
