@@ -95,6 +95,16 @@ class Rebalancer:
         loads = self._load.take(_stage_group())
         return self._rebalance([loads[layer.layer_number] for layer in self._layers])
 
+    def adopt(self, holdings: list[Holding]) -> None:
+        """Moves experts to the given holdings of all layers. Collective.
+
+        Raises:
+            PlanMismatchError: ranks were given different ones.
+        """
+        _check_same_plan(holdings, self._layers[0].ep_group)
+        for layer, holding in zip(self._layers, holdings, strict=True):
+            self._move(layer, holding, plan_fetches(layer.holding, holding))
+
     def _rebalance(self, loads: list[list[int]]) -> Move | None:
         start = time.perf_counter()
         group = self._layers[0].ep_group

@@ -1,5 +1,6 @@
 """What runs around Megatron's own functions while it trains: the bodies of the `core` patches."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
-from megatron_resilient.mcore import load_failure, replicas
+from megatron_resilient.mcore import load_failure, placement_file, replicas
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.replica_arguments import memory_table
@@ -98,6 +99,8 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
         return original(iteration, *args, **kwargs)
     _record.save_started(iteration)
     result = original(iteration, *args, **kwargs)
+    if _replicas is not None and _record.speaks_for_stage:
+        placement_file.write(_iteration_folder(get_args().save, iteration), _replicas.layers)
     _record.save_returned()
     return result
 
@@ -148,6 +151,10 @@ class _ReplicaHooks:
         print_rank_0("\n".join(memory_table(get_args(), config)))
         replicas.sum_gradients_of(layers, get_model_config(model[0]))
         rebalancer = Rebalancer(model, layers, optimizer, config)
+        if get_args().iteration:
+            folder = _iteration_folder(get_args().load, get_args().iteration)
+            saved = placement_file.read(folder, layers)
+            rebalancer.adopt(saved or [layer.holding for layer in layers])
         return cls(layers, rebalancer, config.check_replicas_interval)
 
     def after_step(self, record: RunRecord, seconds: float) -> None:
@@ -156,6 +163,10 @@ class _ReplicaHooks:
             record.rebalanced(move)
         if self.check_interval and record.step % self.check_interval == 0:
             check_replicas(self.layers)
+
+
+def _iteration_folder(folder: str, iteration: int) -> str:
+    return os.path.join(folder, f"iter_{iteration:07d}")
 
 
 def _check_same_patches() -> None:

@@ -205,6 +205,19 @@ def test_a_replica_that_differs_is_named(pools, tmp_path):
         assert "[3]" in said
 
 
+def test_a_resumed_run_has_the_placement_of_the_saved_one(pools, tmp_path):
+    run = FREE | EP4 | REPLICAS | {"resilient_run_dir": str(tmp_path / "run")}
+    whole = pools.plugin.run(**run).ok().numbers
+    folder = str(tmp_path / "checkpoints")
+    pools.plugin.run(**run, save=folder, save_interval=5, exit_interval=5)
+    (placement,) = (tmp_path / "checkpoints" / "iter_0000005").glob("resilient_placement.*.json")
+    assert pools.plugin.run(**run, load=folder).ok().numbers == whole[5:]
+    placement.write_text("{")
+    assert "is damaged" in pools.plugin.run(**run, load=folder).error
+    placement.unlink()
+    assert relative(pools.plugin.run(**run, load=folder).losses, [n for n, _ in whole[5:]]) < 1e-5
+
+
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
 def test_checkpoints_are_stocks_both_ways(pools, tmp_path, optimizer):
     base = FREE | {"resilient_run_dir": str(tmp_path / "run")}
