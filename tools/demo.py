@@ -1,7 +1,8 @@
 """Trains a small Mixture-of-Experts GPT on real text on this machine's CPU, and shows a resume.
 
-The text is the source code of Python's standard library. Four ranks share eight experts; all of
-them are killed in mid-run, and a second job goes on from the last checkpoint. The steps that had
+The text is the source code of Python's standard library. Four ranks share eight experts and have
+room for twice as many, so that hot ones get replicas; all ranks are killed in mid-run, and a second
+job goes on from the last checkpoint. The steps that had
 been done after that checkpoint are done again: their losses must be the same to the last bit.
 
 Ends with a table and status 0 if the resume was exact and the loss fell, else with status 1.
@@ -147,9 +148,15 @@ def training_flags(size: Size, folder: Folder) -> list[str]:
         "num-experts": EXPERTS,
         "moe-router-topk": 2,
         "moe-router-load-balancing-type": "aux_loss",
-        "moe-aux-loss-coeff": 1e-2,
+        "moe-aux-loss-coeff": 1e-3,
         "moe-token-dispatcher-type": "alltoall",
         "expert-model-parallel-size": RANKS,
+        # Twice the slots that the experts need; every rank is taken for a node of its own.
+        "resilient-slots-per-rank": 2 * EXPERTS // RANKS,
+        "resilient-min-replicas": 1,
+        "resilient-ranks-per-node": 1,
+        "resilient-rebalance-interval": size.saved_step // 4,
+        "resilient-check-replicas-interval": size.saved_step // 4,
         "micro-batch-size": 2,
         "global-batch-size": 2 * RANKS,
         "train-iters": size.steps,

@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import batched
+from statistics import fmean
 from typing import Self
 
 from megatron_resilient.telemetry import Event, RunSummary
@@ -56,6 +58,43 @@ class Repeated:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """How evenly the tokens were spread over the ranks, max / mean, mean over layers and time.
+
+    Attributes:
+        with_replicas: as they were computed.
+        without: as they would have been with each expert on one rank, as in stock Megatron.
+    """
+
+    with_replicas: float
+    without: float
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Self:
+        """Reads the expert loads of a run; at least one must have `rank_tokens`."""
+        loads = [event for event in events if "rank_tokens" in event]
+        return cls(
+            fmean(_imbalance(event["rank_tokens"]) for event in loads),
+            fmean(
+                _imbalance([sum(own) for own in batched(event["tokens"], _experts_a_rank(event))])
+                for event in loads
+            ),
+        )
+
+    def __str__(self) -> str:
+        same = "without replicas, from the same routing:"
+        return f"{self.with_replicas:.2f} ({same} {self.without:.2f})"
+
+
+def _experts_a_rank(event: Event) -> int:
+    return -(-len(event["tokens"]) // len(event["rank_tokens"]))
+
+
+def _imbalance(tokens: Sequence[int]) -> float:
+    return max(tokens) * len(tokens) / (sum(tokens) or 1)
+
+
+@dataclass(frozen=True)
 class Result:
     """What the run came to.
 
@@ -63,12 +102,14 @@ class Result:
         training_loss: of the first step, and the mean over the last END_STEPS.
         validation_loss: step -> loss of each evaluation.
         tokens_per_second: median.
+        balance: see there.
         repeated: see there.
     """
 
     training_loss: tuple[float, float]
     validation_loss: dict[int, float]
     tokens_per_second: float
+    balance: Balance
     repeated: Repeated
 
     @classmethod
@@ -85,6 +126,7 @@ class Result:
                 if event["event"] == "evaluation"
             },
             tokens_per_second=summary.tokens_per_second or 0.0,
+            balance=Balance.of(events),
             repeated=Repeated.of(events),
         )
 
@@ -107,5 +149,6 @@ class Result:
                 f"{self.validation_loss[last]:.2f} after step {last}",
             ),
             ("tokens/s", f"{self.tokens_per_second:,.0f} (median over steps)"),
+            ("max / mean tokens per rank", str(self.balance)),
             ("resume exact", str(self.repeated)),
         ]

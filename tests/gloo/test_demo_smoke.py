@@ -32,6 +32,7 @@ def test_demo_is_killed_resumes_exactly_and_reports(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIGKILL to 4 ranks" in done.stdout
     assert "same loss and gradient norm in every bit" in done.stdout
+    assert "max / mean tokens per rank" in done.stdout
     assert (folder / "run" / "report.html").stat().st_size > 10_000
 
     events = read_events(folder / "run")
@@ -108,6 +109,8 @@ def run_of(folder, *jobs):
                     learning_rate=0.1,
                 )
             log.emit("evaluation", max(job), loss={"lm loss": loss})
+            loads = {"tokens": [3, 1, 1, 1], "rank_tokens": [3, 3], "steps": 1}
+            log.emit("expert_load", max(job), layer=1, **loads)
     return read_events(folder)
 
 
@@ -118,6 +121,7 @@ def test_result_compares_the_steps_that_were_done_twice(tools, tmp_path):
     same = Result.of(run_of(tmp_path / "a", {1: 2.0, 2: 1.0, 3: third}, {2: 1.0, 3: third}))
     assert (same.repeated.steps, same.repeated.different) == ((2, 3), ())
     assert same.good
+    assert str(same.balance) == "1.00 (without replicas, from the same routing: 1.33)"
     other = Result.of(run_of(tmp_path / "b", {1: 2.0, 2: 1.0, 3: third}, {2: 1.0, 3: almost}))
     assert other.repeated.different == (3,)
     assert not other.good
