@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.workloads import CHANGING, NAMES, STEADY, token_counts
+from benchmarks.workloads import NAMES, STEADY, token_counts
 from megatron_resilient.algorithms.rank_plan import plan_layers
 from megatron_resilient.algorithms.token_assignment import assign_tokens, max_over_mean
 from tests.support.pretrain_pool import PretrainPool
@@ -33,7 +33,7 @@ MIN_REPLICAS = 1
 STEPS, INTERVAL, WINDOW = 400, 20, 10
 STEADY_BAR, CHANGING_BAR = 1.05, 1.3
 SPEED_BAR, OVERHEAD_BAR = 1.5, 1.05
-LAYER = {"tokens": 1024, "hidden": 256, "ffn": 512, "steps": 6, "repeats": 7, "seed": 5}
+LAYER = {"tokens": 1024, "hidden": 256, "ffn": 1024, "steps": 4, "repeats": 5, "seed": 5}
 SYSTEMS = ("stock", "EPLB's greedy", "Lazarus' even split", "ours")
 
 
@@ -102,39 +102,46 @@ def balance(console: Console) -> bool:
 
 def speed(console: Console) -> bool:
     """Prints critical-path CPU seconds of a layer; returns whether the bars are kept."""
-    workloads = ("uniform", "zipf 1.2", *CHANGING)
+    workloads = ("uniform", "zipf 1.2")
+    measured = {}
     with PretrainPool(4) as pool:
-        by_rank = pool.call(
-            "benchmarks.balance_layer:measure",
-            workloads=list(workloads),
-            timeout_seconds=900,
-            **LAYER,
-        )
+        for topk in (1, 2):
+            measured[topk] = pool.call(
+                "benchmarks.balance_layer:measure",
+                workloads=list(workloads),
+                topk=topk,
+                timeout_seconds=900,
+                **LAYER,
+            )
     table = Table(
-        title="CPU seconds of an MoE layer, forward and backward, largest over 4 ranks "
-        f"(median of {LAYER['repeats']}); ratio: stock / system"
+        title="CPU seconds of an MoE layer of 8 experts, forward and backward, largest over 4 "
+        f"ranks (median of {LAYER['repeats']}); ratio: stock / system"
     )
-    systems = list(by_rank[0][workloads[0]])
+    systems = list(measured[1][0]["uniform"])
     for heading in ("workload", *systems):
         table.add_column(heading, justify="left" if heading == "workload" else "right")
-    ratios: dict[tuple[str, str], float] = {}
-    for name in workloads:
-        slowest = {
-            system: [max(each) for each in zip(*(r[name][system] for r in by_rank), strict=True)]
-            for system in systems
-        }
-        cells = []
-        for system in systems:
-            ratios[name, system] = statistics.median(
-                stock / own for stock, own in zip(slowest["stock"], slowest[system], strict=True)
-            )
-            median = statistics.median(slowest[system])
-            cells.append(f"{median:.3f} s  x{ratios[name, system]:.2f}")
-        table.add_row(name, *cells)
+    ratios: dict[tuple[int, str, str], float] = {}
+    for topk, by_rank in measured.items():
+        for name in workloads:
+            slowest = {
+                system: [
+                    max(each) for each in zip(*(r[name][system] for r in by_rank), strict=True)
+                ]
+                for system in systems
+            }
+            cells = []
+            for system in systems:
+                ratio = statistics.median(
+                    stock / own
+                    for stock, own in zip(slowest["stock"], slowest[system], strict=True)
+                )
+                ratios[topk, name, system] = ratio
+                cells.append(f"{statistics.median(slowest[system]):.3f} s  x{ratio:.2f}")
+            table.add_row(f"{name}, top {topk}", *cells)
     console.print(table)
-    overhead = 1 / ratios["uniform", "slots without replicas"]
-    gain = ratios["zipf 1.2", "replicas"]
-    console.print(f"zipf 1.2: stock / replicas {gain:.2f} (bar: at least {SPEED_BAR})")
+    gain = ratios[1, "zipf 1.2", "replicas"]
+    overhead = max(1 / ratios[topk, "uniform", "slots without replicas"] for topk in measured)
+    console.print(f"zipf 1.2, top 1: stock / replicas {gain:.2f} (bar: at least {SPEED_BAR})")
     console.print(
         f"uniform, nothing replicated: ours / stock {overhead:.3f} (bar: at most {OVERHEAD_BAR})"
     )

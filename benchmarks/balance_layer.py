@@ -6,10 +6,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-EXPERTS, TOPK = 16, 2
+EXPERTS = 8
 
 
-def measure(workloads, tokens, hidden, ffn, steps, repeats, seed):
+def measure(workloads, topk, tokens, hidden, ffn, steps, repeats, seed):
     """Returns {workload: {system: [seconds of each repeat]}} of this rank's process time.
 
     The systems take turns in the same processes on the same tokens and the same routing.
@@ -23,14 +23,14 @@ def measure(workloads, tokens, hidden, ffn, steps, repeats, seed):
 
     probe._start()
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    config = probe._layer_config(ranks, EXPERTS, TOPK, "alltoall")
+    config = probe._layer_config(ranks, EXPERTS, topk, "alltoall")
     config.hidden_size, config.moe_ffn_hidden_size, config.ffn_hidden_size = hidden, ffn, ffn
     generator = torch.Generator().manual_seed(seed + rank)
     x = torch.randn(tokens, 1, hidden, generator=generator)
     upstream = torch.randn(tokens, 1, hidden, generator=generator)
     seconds = {}
     for name in workloads:
-        window = list(token_counts(name, ranks, EXPERTS, tokens * TOPK, 20, seed))
+        window = list(token_counts(name, ranks, EXPERTS, tokens * topk, 20, seed))
         loads = np.sum(window, axis=(0, 1)).tolist()
         stock_slots = EXPERTS // ranks
         layers = {
@@ -50,7 +50,7 @@ def measure(workloads, tokens, hidden, ffn, steps, repeats, seed):
                 first_holding=plan_layers([loads], ranks, 1, 2 * stock_slots, 1)[0],
             ),
         }
-        routes = [_route(counts[rank], tokens, seed) for counts in window[:steps]]
+        routes = [_route(counts[rank], tokens, topk, seed) for counts in window[:steps]]
         seconds[name] = {system: [] for system in layers}
         for repeat in range(repeats + 1):
             for system in _turn(list(layers), repeat):
@@ -65,11 +65,11 @@ def _turn(names, repeat):
     return names[repeat % len(names) :] + names[: repeat % len(names)]
 
 
-def _route(counts, tokens, seed):
+def _route(counts, tokens, topk, seed):
     """Returns (probs, routing map) that send the given numbers of tokens to the experts."""
     random = np.random.default_rng(seed)
     routing_map = np.zeros((tokens, len(counts)), dtype=bool)
-    free = np.full(tokens, TOPK)
+    free = np.full(tokens, topk)
     # The hottest first: it needs the most tokens that do not have it yet.
     for expert in np.argsort(-counts):
         candidates = np.flatnonzero(free)
@@ -81,7 +81,7 @@ def _route(counts, tokens, seed):
         spare = np.flatnonzero(~routing_map[token])
         routing_map[token, random.choice(spare, free[token], replace=False)] = True
     routing_map = torch.from_numpy(routing_map)
-    return routing_map / TOPK, routing_map
+    return routing_map / topk, routing_map
 
 
 def _run(layer, routes, x, upstream):
