@@ -242,4 +242,70 @@ RELIES_ON = (
             "compiled at import, it tells whether Megatron was imported too early.",
         ),
     ),
+    *_of(
+        "mcore/moe_layer.py",
+        (
+            "core.transformer.moe.moe_layer:MoELayer.__init__",
+            "it builds router, dispatcher and experts, in this order, from `submodules` and from "
+            "the configuration that it is given; the router takes `config` by keyword.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.preprocess",
+            "router's output goes in, dispatcher's out: the routing map is widened before it.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:BaseMoELayer.__init__",
+            "local experts are `num_moe_experts / EP`, contiguous by rank.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.forward",
+            "training goes through route, preprocess, dispatch, routed_experts_compute, combine.",
+        ),
+    ),
+    *_of(
+        "mcore/experts.py",
+        (
+            "core.transformer.moe.experts:SequentialMLP.__init__",
+            "its experts stand in `local_experts`.",
+        ),
+        (
+            "core.transformer.moe.experts:TEGroupedMLP.__init__",
+            "its weights are called weight0, weight1, ... by local expert.",
+        ),
+    ),
+    *_of(
+        "mcore/sharded_slots.py",
+        (
+            "core.transformer.moe.experts:SequentialMLP.sharded_state_dict",
+            "experts are stacked along axis len(sharded_offsets), numbered by rank and position; "
+            "replica_id is (PP, TP, expert DP).",
+        ),
+        (
+            "core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
+            "the same for grouped experts.",
+        ),
+    ),
+    *_of(
+        "mcore/replicas.py",
+        (
+            "core.distributed.finalize_model_grads:finalize_model_grads",
+            "after it, gradients of experts are final but for the sum over replicas; nothing in it "
+            "is not linear in them.",
+        ),
+    ),
+    *_of(
+        "mcore/optimizer_state.py",
+        (
+            "core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+            "a parameter's fp32 copy is its attribute `main_param`.",
+        ),
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+            "model_param_group_index_map leads from a parameter to the tensor that is stepped.",
+        ),
+        (
+            "core.transformer.module:param_is_not_shared",
+            "norms leave out what has a true attribute `shared`.",
+        ),
+    ),
 )
