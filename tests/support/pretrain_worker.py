@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,11 @@ def left_out(ids):
         return
     groups, whole = apply.enabled_groups(), apply.default_registry()
     assert set(ids) <= set(whole.by_id), f"no such patches: {set(ids) - set(whole.by_id)}"
-    rest = tuple(patch for patch in whole.patches if patch.id not in ids)
+    rest = tuple(
+        replace(patch, after=tuple(name for name in patch.after if name not in ids))
+        for patch in whole.patches
+        if patch.id not in ids
+    )
     apply.disable()
     apply.enable(groups, registry=type(whole)(rest, whole.reliances))
     try:
