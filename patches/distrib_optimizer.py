@@ -108,9 +108,9 @@ PATCHES = (
         "adam-step-in-buckets",
         "_get_main_param_and_optimizer_states",
         _get_main_param_and_optimizer_states,
-        "It hands out AdamW's scalar `step` beside the moments, and a dp-reshardable save cuts it "
-        "like a shard of a flat buffer: what is loaded is not the step, and every update after a "
-        "resume is wrong, silently.",
+        "It hands out AdamW's scalar `step` beside the moments, and a dp-reshardable checkpoint "
+        "takes it for a shard of a flat buffer: after a load AdamW counts from 0 again, and every "
+        "update is wrong, silently.",
         "It hands out optimizer_state_keys only.",
     ),
     _fix(

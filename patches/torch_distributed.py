@@ -1,6 +1,7 @@
 """torch.distributed on a machine without CUDA: gloo, with what gloo lacks emulated.
 
-Gloo has no uneven all-gather or reduce-scatter, no mean, and wants split sizes as lists of int.
+Gloo has no uneven all-gather and wants split sizes as lists of int. (Its reduce-scatter takes
+uneven parts, and it knows ReduceOp.AVG: tests/patches asks for both.)
 """
 
 import functools
@@ -59,57 +60,6 @@ def _all_gather(original):
     return all_gather
 
 
-def _reduce_scatter(original):
-    @functools.wraps(original)
-    def reduce_scatter(output, input_list, op=None, group=None, async_op=False):
-        import torch
-        import torch.distributed as dist
-
-        op = dist.ReduceOp.SUM if op is None else op
-        rows = [t.shape[0] if t.dim() else 1 for t in input_list]
-        if async_op or len(set(rows)) == 1:
-            return original(output, input_list, op, group, async_op)
-        # Sums all parts everywhere and keeps one: more bytes than needed, right for any sizes.
-        total = torch.cat([t.contiguous() for t in input_list])
-        dist.all_reduce(total, op, group)
-        output.copy_(total.split(rows)[dist.get_rank(group)])
-        return None
-
-    return reduce_scatter
-
-
-def _all_reduce(original):
-    @functools.wraps(original)
-    def all_reduce(tensor, op=None, group=None, async_op=False):
-        import torch.distributed as dist
-
-        if op is None:
-            op = dist.ReduceOp.SUM
-        if op != dist.ReduceOp.AVG:
-            return original(tensor, op, group, async_op)
-        # Gloo has no mean. Dividing first lets an asynchronous call stay one call.
-        tensor.div_(dist.get_world_size(group))
-        return original(tensor, dist.ReduceOp.SUM, group, async_op)
-
-    return all_reduce
-
-
-def _reduce_scatter_tensor(original):
-    @functools.wraps(original)
-    def reduce_scatter_tensor(output, input, op=None, group=None, async_op=False):
-        import torch.distributed as dist
-
-        if op is None:
-            op = dist.ReduceOp.SUM
-        if op != dist.ReduceOp.AVG:
-            return original(output, input, op, group, async_op)
-        return original(
-            output, input / dist.get_world_size(group), dist.ReduceOp.SUM, group, async_op
-        )
-
-    return reduce_scatter_tensor
-
-
 def _patch(name: str, make, reason: str) -> Patch:
     return Patch(
         id=f"cpu.{name.replace('_', '-')}",
@@ -138,13 +88,4 @@ PATCHES = (
         "The dispatchers leave split sizes as CPU tensors or arrays; gloo wants lists.",
     ),
     _patch("all_gather", _all_gather, "Gloo refuses tensors of unequal size (expert TP > 1)."),
-    _patch(
-        "reduce_scatter", _reduce_scatter, "Gloo refuses tensors of unequal size (expert TP > 1)."
-    ),
-    _patch(
-        "reduce_scatter_tensor",
-        _reduce_scatter_tensor,
-        "Gloo has no ReduceOp.AVG (--ddp-average-in-collective).",
-    ),
-    _patch("all_reduce", _all_reduce, "Gloo has no ReduceOp.AVG (global auxiliary losses)."),
 )
