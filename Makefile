@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/slurm/*.sbatch)
 
 # From fast to slow, so that what is wrong shows early.
-TEST_DIRS := $(wildcard $(addprefix tests/,unit patches gloo faults gpu))
+TEST_DIRS := $(wildcard $(addprefix tests/,unit algorithms patches gloo faults gpu))
 # The programs among the files there.
 BENCHMARKS = $(shell grep -l '^if __name__' benchmarks/*.py)
 
