@@ -57,6 +57,11 @@ RELIES_ON = (
     *_of(
         "mcore/reset.py",
         (
+            "training.training:set_startup_timestamps",
+            "where `program_start` is noted before pretrain(), that calls one collective more; a "
+            "script that notes it notes `main_entry` too.",
+        ),
+        (
             "training.training:destroy_global_state",
             "it leaves process groups, the model and the metrics of MoE layers to us.",
         ),

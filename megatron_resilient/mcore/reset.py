@@ -20,7 +20,7 @@ def reset_megatron(model_chunks: Iterable[nn.Module] = ()) -> None:
         model_chunks: the DDP-wrapped chunks that `setup_model_and_optimizer` returned.
     """
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training.training import destroy_global_state
+    from megatron.training import training
 
     from megatron_resilient.mcore import train_hooks
 
@@ -31,10 +31,21 @@ def reset_megatron(model_chunks: Iterable[nn.Module] = ()) -> None:
         chunk.__dict__.clear()
     _release_autograd_queue()
     destroy_moe_metrics_tracker()
-    destroy_global_state()
+    training.destroy_global_state()
+    _forget_startup(training._STARTUP_TIMESTAMPS)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
+
+
+def _forget_startup(stamps: dict[str, float | None]) -> None:
+    """Drops the start time that `pretrain()` noted.
+
+    Where it finds one it asks all ranks for theirs: a rank that comes back would wait for ever for
+    one that is new. One that the user's script noted, with its entry, is there on new ranks too.
+    """
+    if stamps["main_entry"] is None:
+        stamps["program_start"] = None
 
 
 def _release_autograd_queue() -> None:

@@ -77,6 +77,13 @@ def test_forked_streams_are_silent_and_their_own(pools):
     assert last == "still heard"
 
 
+def test_ranks_that_have_trained_before_train_with_new_ones(pools):
+    """A start time left behind costs one collective more than new ranks call: all would hang."""
+    pools.plugin.run(2, **TINY, train_iters=1).ok()
+    assert pools.plugin.call("tests.support.megatron_parts:startup_timestamps") == [None] * 4
+    pools.plugin.run(4, **TINY, train_iters=1).ok()
+
+
 def test_data_loader_leaves_dropout_alone(pools, tmp_path):
     """Resuming with dropout needs the loader's own generator: without it other units drop out."""
     without = {"cpu.data-loader-generator"}

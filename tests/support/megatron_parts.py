@@ -79,3 +79,10 @@ def rng_fork():
         }
     finally:
         logger.removeHandler(heard)
+
+
+def startup_timestamps():
+    """Returns what is left of the start times of earlier runs in this process."""
+    from megatron.training import training
+
+    return training._STARTUP_TIMESTAMPS["program_start"]

@@ -278,20 +278,25 @@ class PretrainPool:
                     missing = sorted(set(range(world)) - set(answers))
                     self._give_up(
                         TimeoutError(f"ranks {missing} did not answer within {timeout_seconds} s"),
-                        missing[0],
+                        missing,
                         answers,
                     )
                 for key, _ in ready:
                     line = key.fileobj.readline()
                     if not line:
-                        self._give_up(RuntimeError(f"rank {key.data} died"), key.data, answers)
+                        self._give_up(RuntimeError(f"rank {key.data} died"), [key.data], answers)
                     answers[key.data] = json.loads(line)
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(world)]
 
-    def _give_up(self, error: Exception, rank: int, answers: dict[int, dict]) -> None:
+    def _give_up(self, error: Exception, ranks: Collection[int], answers: dict) -> None:
+        for rank in ranks:
+            if self._workers[rank].poll() is None:
+                self._workers[rank].send_signal(signal.SIGUSR1)  # it writes its stack
+        time.sleep(1)
         error.add_note(f"answers so far: {answers}")
-        error.add_note(f"rank {rank} printed at last:\n{self._logged(rank, 0)[-3000:]}")
+        for rank in ranks:
+            error.add_note(f"rank {rank} printed at last:\n{self._logged(rank, 0)[-2000:]}")
         self.close()
         raise error
 

@@ -5,6 +5,7 @@ Reads a case as a JSON line on stdin, answers with a JSON line on the descriptor
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -153,6 +154,7 @@ def described(error):
 def main():
     # A pool that is killed takes its workers with it, also those that are busy.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     rank, reply, plugin_on = int(sys.argv[1]), os.fdopen(int(sys.argv[2]), "w"), sys.argv[3] == "on"
     warnings.simplefilter("ignore")
     script = load_script("pretrain_moe_under_test", plugin_on)
