@@ -1,9 +1,9 @@
 """Trains a small Mixture-of-Experts GPT on real text on this machine's CPU, and shows a resume.
 
 The text is the source code of Python's standard library. Four ranks share eight experts and have
-room for twice as many, so that hot ones get replicas; all ranks are killed in mid-run, and a second
-job goes on from the last checkpoint. The steps that had
-been done after that checkpoint are done again: their losses must be the same to the last bit.
+room for twice as many, so that hot ones get replicas. All ranks are killed in mid-run, and a second
+job goes on from the last checkpoint. The steps that had been done after that checkpoint are done
+again: their losses must be the same to the last bit.
 
 Ends with a table and status 0 if the resume was exact and the loss fell, else with status 1.
 """
