@@ -19,7 +19,7 @@ def _flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> An
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
+    if not value >= least:  # also NaN
         flag = "--" + (PREFIX + name).replace("_", "-")
         raise ConfigError(f"{flag} {value}: must be at least {least}")
 
