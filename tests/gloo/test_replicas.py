@@ -147,7 +147,7 @@ def test_experts_need_not_divide_among_ranks(pools, tmp_path, experts, flags):
 
 def probed(pools, function, cases):
     """Calls a probe for each case; yields (case, what one rank answered)."""
-    answers = pools.plugin.call(f"{PROBE}:each", function=function, cases=cases)
+    answers = pools.plugin.call(f"{PROBE}:each", probe=function, cases=cases)
     for by_case in answers:
         yield from zip(cases, by_case, strict=True)
 

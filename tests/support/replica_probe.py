@@ -211,10 +211,10 @@ def what_the_dispatcher_sees():
     return seen
 
 
-def each(function, cases):
+def each(probe, cases):
     """Calls a function of this module for each of `cases`, in one set of process groups."""
     _start()
-    results = [globals()[function](**case) for case in cases]
+    results = [globals()[probe](**case) for case in cases]
     _stop()
     return results
 
