@@ -49,7 +49,7 @@ training=(
     --lr 3e-3
     --min-lr 1e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 20
+    --lr-warmup-fraction 0.05
     --attention-dropout 0
     --hidden-dropout 0
 )
