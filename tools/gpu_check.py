@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from demo import FULL, Folder, training_flags
+from demo import EXPERTS, FULL, Folder, training_flags
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +47,9 @@ LOCAL = (
 )
 GROUPED = ("--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "--num-workers", "0")
 BF16 = ("--bf16", "--use-distributed-optimizer")
-# Flags of the demo that concern its four ranks, its checkpoints and its evaluations.
+SLOTS = ("--resilient-slots-per-rank", str(EXPERTS))  # our layer; one rank needs no replica
+# Flags of the demo that concern its four ranks, its checkpoints and its evaluations. Its flags of
+# the plugin go too: stock Megatron knows none of them.
 OWN = {
     "--expert-model-parallel-size": "1",
     "--eval-iters": "0",
@@ -165,6 +167,7 @@ class Check:
         yield Case("fp32 on", True, self._device, (*LOCAL, *start, *save))
         resume = ("--load", saved, "--ckpt-step", half)
         yield Case("fp32 resumed", True, self._device, (*LOCAL, *resume))
+        yield Case("slots", True, self._device, (*LOCAL, *SLOTS, *start))
         yield Case("bf16 off", False, self._device, (*LOCAL, *BF16, *start))
         yield Case("bf16 on", True, self._device, (*LOCAL, *BF16, *start))
         if self._device == "cuda" and importlib.util.find_spec("transformer_engine"):
@@ -179,6 +182,8 @@ class Check:
         yield Comparison("losses: device and CPU", _difference(fp32.losses, cpu.losses), same)
         resumed = _difference(outcomes["fp32 resumed"].losses, fp32.losses[self._steps // 2 :])
         yield Comparison("losses: resumed and not", resumed, same)
+        slots = _difference(outcomes["slots"].losses, fp32.losses)
+        yield Comparison("losses: slots and stock experts", slots, same)
         kinds = [kind for kind in ("fp32", "bf16", "grouped") if f"{kind} on" in outcomes]
         for kind in kinds:
             on, off = outcomes[f"{kind} on"], outcomes[f"{kind} off"]
@@ -250,9 +255,10 @@ class Check:
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Replaces the values of the flags in OWN, and drops those without one."""
+    """Replaces the values of the flags in OWN; drops those without one, and the plugin's."""
     kept = list(flags)
-    for flag, value in OWN.items():
+    own = OWN | {flag: None for flag in flags if flag.startswith("--resilient-")}
+    for flag, value in own.items():
         at = kept.index(flag)
         kept[at : at + 2] = [flag, value] if value is not None else []
     return kept

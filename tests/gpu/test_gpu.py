@@ -86,6 +86,7 @@ def test_the_check_itself_on_the_cpu(tmp_path):
         "fp32 off",
         "fp32 on",
         "fp32 resumed",
+        "slots",
         "bf16 off",
         "bf16 on",
     ]

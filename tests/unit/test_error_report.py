@@ -52,8 +52,14 @@ def test_tracebacks_of_others_and_when_asked_for(error, environment):
     assert done.returncode == 1
 
 
+@pytest.fixture
+def any_process(monkeypatch):
+    """Others may have imported Megatron here, which enable() refuses."""
+    monkeypatch.setattr(plugin, "_groups", lambda device: ("core",))
+
+
 @pytest.mark.parametrize("error", [ConfigError("no"), PatchDriftError("drifted")])
-def test_enable_can_still_be_caught(monkeypatch, error):
+def test_enable_can_still_be_caught(monkeypatch, any_process, error):
     def failing(groups):
         raise error
 
@@ -65,7 +71,7 @@ def test_enable_can_still_be_caught(monkeypatch, error):
     assert sys.excepthook is not before
 
 
-def test_enable_that_works_leaves_the_hook_alone(monkeypatch):
+def test_enable_that_works_leaves_the_hook_alone(monkeypatch, any_process):
     monkeypatch.setattr(plugin.apply, "enable", lambda groups: None)
     before = sys.excepthook
     plugin.enable("cpu")
