@@ -1,0 +1,181 @@
+"""The training state of a generation that lives, and the one place where a step commits."""
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_resilient.elastic.member import Member
+from megatron_resilient.errors import PlanMismatchError
+from megatron_resilient.mcore.recovery.arrays import (
+    Arrays,
+    buffers,
+    coordinate,
+    owned,
+    random_state,
+)
+from megatron_resilient.mcore.recovery.old_state import OldState
+from megatron_resilient.mcore.recovery.outcome import Outcome, StepLosses
+from megatron_resilient.mcore.recovery.progress import Progress
+
+
+class LiveState:
+    """Model, optimizer and position of this rank in one generation.
+
+    A step commits where gradients are reduced, clipped and ready, and nothing has been updated:
+    all ranks agree in a tiny all-reduce, then each updates by itself. Whoever comes out of the
+    agreement knows that every rank has the gradients of the step, so all can complete it.
+
+    Args:
+        member: whose orders the agreement carries.
+        model: the model chunks.
+        optimizer: Megatron's.
+        scheduler: Megatron's learning-rate scheduler.
+        loads: {layer: tokens per expert} that the placement was made for.
+
+    Attributes:
+        progress: the position after the last step that committed.
+        asked: bits that the agreement of that step brought (`Member.wants_boundary`).
+        outcome: what came of that step.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: list[nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        loads: dict[int, list[int]],
+    ):
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.loads = loads
+        self.progress = Progress.now(optimizer, scheduler)
+        self.asked = 0
+        self.outcome: Outcome | None = None
+        self.extra = Arrays()
+        self._member = member
+        self._coordinate = coordinate()
+        self._before: Arrays | None = None  # buffers and random streams as the step began
+        self._ready: Progress | None = None
+        self._skipped = False
+        self._made: set[int] = set()  # inner optimizers that made the step
+        self._agreed = False
+        self._losses = StepLosses()
+        self._update = optimizer.step_with_ready_grads
+        self._step = optimizer.step
+        optimizer.step_with_ready_grads = self._agree_and_update
+        optimizer.step = self._step_or_skip
+        for inner in self._inner_optimizers():
+            inner.register_step_post_hook(self._note_step)
+
+    def begin_step(self) -> None:
+        """To be called before each step: what a step changes before it commits is set aside."""
+        self._before = _copied(buffers(self.model), random_state())
+        self.progress = self.progress.with_evaluations()
+        self._ready, self._agreed, self._skipped = None, False, False
+        self._made.clear()
+        self._losses.clear()
+
+    def watch_losses(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns Megatron's schedule, with an ear for the losses that it returns."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            losses = forward_backward(*args, **kwargs)
+            self._losses.note(losses)
+            return losses
+
+        return watched
+
+    def end_step(self) -> None:
+        """To be called after each step."""
+        self._before = None
+        self._ready = None
+
+    def _agree_and_update(self) -> bool:
+        self._agree(skipped=False)
+        return self._update()
+
+    def _step_or_skip(self) -> tuple:
+        result = self._step()
+        if not self._agreed:  # an overflow, or a norm over the limit: no update this time
+            self._agree(skipped=True)
+        return result
+
+    def _agree(self, skipped: bool) -> None:
+        after = self.progress.after_step(self.optimizer, skipped)
+        self._ready, self._skipped = after, skipped
+        wants = self._member.wants_boundary
+        said = [after.step, wants & 1, wants >> 1, *self._losses.pairs()]
+        votes = torch.tensor(said, dtype=torch.float64, device=torch.cuda.current_device())
+        dist.all_reduce(votes)
+        steps, change, end, *losses = votes.tolist()
+        if steps != after.step * dist.get_world_size():
+            raise PlanMismatchError(
+                f"rank {dist.get_rank()} is at step {after.step}, the mean of all ranks is "
+                f"{steps / dist.get_world_size():.1f}: this is a defect, please report it"
+            )
+        self.asked = bool(change) | bool(end) << 1
+        self._agreed = True
+        self.progress, self._ready = after, None
+        self.outcome = Outcome(self._losses.means(losses), skipped)
+
+    def leave(self) -> OldState:
+        """Returns what must outlive the generation. The model may be torn down afterwards."""
+        # Gone from memory only when nothing of a half-run step refers to them.
+        in_step = self._before is not None
+        now = _copied(buffers(self.model), random_state())
+        is_whole = self._agreed or not in_step
+        others = now if is_whole or self._before is None else self._before
+        return OldState(
+            progress=self.progress,
+            owned=owned(self.model, self.optimizer),
+            others=others,
+            ready=self._ready,
+            pending=[o for o in self._inner_optimizers() if id(o) not in self._made],
+            skipped=self._skipped,
+            others_ready=now,
+            begun=in_step and not self._agreed,
+            outcome=self.outcome,
+            loads=self.loads,
+            coordinate=self._coordinate,
+            extra=self.extra,
+        )
+
+    def finish_update(self) -> None:
+        """Makes the updates of an agreed step that were interrupted. Local."""
+        if self._agreed and not self._skipped and self._before is not None:
+            for inner in self._inner_optimizers():
+                if id(inner) not in self._made:
+                    inner.step()
+
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [
+            single.optimizer
+            for single in chained
+            if not getattr(single, "is_stub_optimizer", False)
+        ]
+
+    def _note_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        self._made.add(id(inner))
+
+
+def forget_error(error: BaseException) -> None:
+    """Drops what an exception holds: each of its frames would keep the old model alive."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
+def _copied(*parts: Arrays) -> Arrays:
+    arrays = Arrays()
+    for part in parts:
+        for key, stretches in part.store.items():
+            for start, kinds in stretches:
+                arrays.add(key, start, {name: tensor.clone() for name, tensor in kinds.items()})
+    return arrays

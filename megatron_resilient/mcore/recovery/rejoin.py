@@ -1,0 +1,182 @@
+"""Builds Megatron for a new generation and gives it the state of the one before."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args
+from megatron.training.checkpointing import checkpoint_exists
+from torch import nn
+
+from megatron_resilient.config import config_from_args
+from megatron_resilient.errors import LostStateError
+from megatron_resilient.mcore.recovery import refill
+from megatron_resilient.mcore.recovery.outcome import Outcome
+from megatron_resilient.mcore.recovery.progress import Progress
+from megatron_resilient.mcore.recovery.session import Session
+
+Built = tuple[list[nn.Module], Any, Any]
+
+
+@dataclass(frozen=True)
+class Rejoined:
+    """How a generation got its state.
+
+    Attributes:
+        source: `memory`, or `checkpoint` if some or all of it came from storage.
+        step: the position from which training goes on.
+        lost_steps: steps to be done again.
+        lost_experts: (layer, expert) whose newest state is gone.
+        stale_steps: how many steps older the state of these is.
+        lost_expert_tokens: token-expert pairs whose updates are gone with it (estimated from the
+            last loads).
+        bytes: state that this rank sent.
+        experts_moved: experts that ranks got which they did not have.
+        replay: what came of the last step, where its evaluation, saving or logging is still due.
+        loads: {layer: tokens per expert} for which experts are placed.
+    """
+
+    source: str
+    step: int
+    lost_steps: int = 0
+    lost_experts: tuple[tuple[int, int], ...] = ()
+    stale_steps: int = 0
+    lost_expert_tokens: int = 0
+    bytes: int = 0
+    experts_moved: int = 0
+    replay: Outcome | None = None
+    loads: dict[int, list[int]] | None = None
+
+
+def build(
+    session: Session, original: Callable[..., Built], *args: Any, **kwargs: Any
+) -> tuple[Built, Rejoined | None]:
+    """Runs Megatron's `setup_model_and_optimizer`, then fills what it built from memory.
+
+    Collective over all ranks.
+
+    Returns:
+        (model, optimizer, scheduler), and how they were filled: None for a start from nothing or
+        from a checkpoint.
+
+    Raises:
+        LostStateError: state is lost, and there is no checkpoint to take it from.
+    """
+    newest = session.newest()
+    if newest is None:
+        built = original(*args, **kwargs)
+        session.model = built[0]
+        return built, None
+    options = get_args()
+    asked = options.load, options.pretrained_checkpoint
+    options.load = options.pretrained_checkpoint = None
+    try:
+        built = original(*args, **kwargs)
+    finally:
+        options.load, options.pretrained_checkpoint = asked
+    session.model, optimizer, scheduler = built
+    session.clock["built"] = time.time()
+    assert session.world is not None
+    planned = refill.prepare(session.model, optimizer, session.old, session.world)
+    progress = Progress(**newest["progress"])
+    exact = config_from_args(options).elastic.require_exact
+    saved_step = progress.step
+    if planned.plan.missing:
+        saved_step = _load(session, built, planned)
+    if planned.lost_dense or (planned.plan.missing and exact):
+        rejoined = Rejoined(
+            "checkpoint",
+            saved_step,
+            lost_steps=progress.step - saved_step,
+            lost_experts=tuple(planned.lost_experts),
+            loads=planned.loads,
+        )
+        return built, rejoined
+    sent = refill.carry_out(planned, session.model, optimizer, session.old, progress.step)
+    progress.apply(optimizer, scheduler)
+    replay = _replay(session, newest)
+    if replay is not None:
+        options.iteration -= 1
+    rejoined = Rejoined(
+        "checkpoint" if planned.plan.missing else "memory",
+        progress.step,
+        lost_experts=tuple(planned.lost_experts),
+        stale_steps=progress.step - saved_step,
+        lost_expert_tokens=_lost_tokens(planned, progress.step, saved_step),
+        bytes=sent,
+        experts_moved=planned.experts_moved,
+        replay=replay,
+        loads=planned.loads,
+    )
+    return built, rejoined
+
+
+def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:
+    """Returns the outcome of the newest step if nobody has gone on to the next one."""
+    assert session.world is not None
+    if newest["begun"] or not newest["outcome"]:
+        return None
+    told = [
+        Outcome(**seat.state["outcome"])
+        for seat in session.world.seats
+        if seat.state.get("step") == newest["step"] and seat.state.get("outcome")
+    ]
+    best = max(told, key=lambda outcome: len(outcome.losses))
+    return best if mpu.is_pipeline_last_stage() else Outcome({}, best.skipped)
+
+
+def _load(session: Session, built: Built, planned: refill.Refill) -> int:
+    """Loads the newest checkpoint for what is lost.
+
+    Returns:
+        Its step.
+    """
+    from megatron.training import training
+
+    options = get_args()
+    lost = _describe(planned)
+    folders = [folder for folder in (options.save, options.load) if folder]
+    folder = next((folder for folder in folders if checkpoint_exists(folder)), None)
+    if folder is None:
+        raise LostStateError(
+            f"no live rank has {lost}, and there is no checkpoint in "
+            f"{' or '.join(folders) or '--save or --load'}: start again, with more slots "
+            "(--resilient-slots-per-rank) or with --save"
+        )
+    if torch.distributed.get_rank() == 0:
+        print(f"WARNING: no live rank has {lost}; loading it from {folder}", flush=True)
+    asked = options.load
+    options.load = folder
+    try:
+        options.iteration, options.num_floating_point_operations_so_far = training.load_checkpoint(
+            *built
+        )
+    finally:
+        options.load = asked
+    return int(options.iteration)
+
+
+def _describe(planned: refill.Refill) -> str:
+    by_layer: dict[int, list[int]] = {}
+    for layer, expert in planned.lost_experts:
+        by_layer.setdefault(layer, []).append(expert)
+    parts = [f"experts {experts} of layer {layer}" for layer, experts in by_layer.items()]
+    if planned.lost_dense:
+        parts.append(
+            f"{len(planned.lost_dense)} parts of the dense state ({planned.lost_dense[0]}, ...)"
+        )
+    return "; ".join(parts)
+
+
+def _lost_tokens(planned: refill.Refill, step: int, saved_step: int) -> int:
+    options = get_args()
+    per_step = options.global_batch_size * options.seq_length * (options.moe_router_topk or 1)
+    lost = 0.0
+    for layer, expert in planned.lost_experts:
+        tokens = planned.loads.get(layer)
+        share = tokens[expert] / max(1, sum(tokens)) if tokens else 1 / options.num_experts
+        lost += share * per_step * (step - saved_step)
+    return round(lost)

@@ -1,0 +1,138 @@
+"""One process's way through the generations of a job: leave a world, wait, join the next one."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_resilient.elastic.member import Fenced, Member, World
+from megatron_resilient.errors import ResilientError
+from megatron_resilient.mcore.recovery.live_state import LiveState, forget_error
+from megatron_resilient.mcore.recovery.old_state import OldState
+from megatron_resilient.mcore.reset import reset_megatron
+
+_session: "Session | None" = None
+
+# What gloo, NCCL and the store say when a peer is gone. torch has no class for it with gloo.
+_BROKEN = ("gloo", "nccl", "connection reset", "connection closed", "broken pipe", "socket")
+
+
+class Boundary(Exception):
+    """The membership changes between two steps; everybody is alive and hands over."""
+
+
+def current() -> "Session | None":
+    """Returns this process's session; None in a run without an agent."""
+    return _session
+
+
+class Session:
+    """What survives a change of the world.
+
+    Attributes:
+        member: the process's place in the job.
+        world: the current generation; None before the first.
+        live: the state of the current generation; None until it is complete.
+        old: the state of the generation before, until all ranks have the new one.
+        clock: Unix times of the recovery in progress, by phase.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.world: World | None = None
+        self.live: LiveState | None = None
+        self.old: OldState | None = None
+        self.model: list[torch.nn.Module] = []
+        self.clock: dict[str, float] = {}
+
+    def run(self, main: Callable[[], Any]) -> None:
+        """Calls `main` for each generation in which this process has a seat, until training ends.
+
+        Raises:
+            Whatever `main` raises that is no sign of a peer's failure.
+        """
+        global _session
+        _session = self
+        while True:
+            try:
+                main()
+                break
+            except BaseException as error:
+                if not self._survives(error):
+                    self.member.leave_generation(f"{type(error).__name__}: {error}"[:300])
+                    raise
+                self._leave(error)
+                forget_error(error)
+        self.member.finish(0)
+
+    def join(self, grid: list[int], settings: dict[str, Any]) -> World:
+        """Waits for a seat in the next generation and takes it.
+
+        Args:
+            grid: sizes that stay: [tensor, context, pipeline].
+            settings: must be equal in all processes.
+        """
+        self.clock["ready"] = time.time()
+        state = self.old.to_json() if self.old else {}
+        generation = self.world.generation if self.world else 0
+        state = {"generation": generation, "coordinate": None, **state, "grid": grid}
+        self.world = self.member.next_world(state, settings)
+        self.clock["formed"] = time.time()
+        self._settle_step()
+        os.environ.update(
+            RANK=str(self.world.rank),
+            WORLD_SIZE=str(len(self.world.seats)),
+            MASTER_ADDR=self.world.store_host,
+            MASTER_PORT=str(self.world.store_port),
+            # torch's rendezvous is then a client of the coordinator's store.
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        return self.world
+
+    def newest(self) -> dict[str, Any] | None:
+        """Returns what the rank that has come farthest said of itself; None if none has state."""
+        assert self.world is not None
+        states = [seat.state for seat in self.world.seats if "step" in seat.state]
+        return max(states, key=lambda state: (state["step"], state["begun"]), default=None)
+
+    def _settle_step(self) -> None:
+        """Brings what this process kept to the newest step that any survivor has."""
+        newest = self.newest()
+        if self.old is None or newest is None or self.old.progress.step == newest["step"]:
+            return
+        if self.old.ready is None or self.old.ready.step != newest["step"]:
+            raise ResilientError(
+                f"this process is at step {self.old.progress.step}, a peer at {newest['step']}, "
+                "and the gradients between are not here: this is a defect, please report it"
+            )
+        self.old.complete_step()
+
+    def _survives(self, error: BaseException) -> bool:
+        if isinstance(error, Fenced | Boundary):
+            return True
+        if isinstance(error, ResilientError | SystemExit | KeyboardInterrupt):
+            return False
+        text = str(error).lower()
+        broken = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError | OSError) and any(word in text for word in _BROKEN)
+        )
+        # Cut sockets can surface as anything.
+        return broken or self.member.fenced
+
+    def _leave(self, error: BaseException) -> None:
+        """Gets out of a generation with what is needed for the next one."""
+        self.clock = {"left": time.time()}
+        if isinstance(error, Boundary):
+            assert self.live is not None
+        elif not isinstance(error, Fenced):
+            self.member.leave_generation(f"{type(error).__name__}: {error}"[:300])
+        if self.live is not None:
+            self.live.finish_update()
+            self.old, self.live = self.live.leave(), None
+        if isinstance(error, Boundary):
+            self.member.boundary(self.old.to_json())
+        reset_megatron(self.model)
+        self.model = []
