@@ -82,6 +82,22 @@ class ReplicaConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """How a run goes on without the nodes that it lost; read in elastic runs only."""
+
+    min_nodes: int = _flag(0, "fewest nodes that train; 0: what the launcher says")
+    require_exact: bool = _flag(
+        False, "end the run, rather than go on from a checkpoint, when state was lost"
+    )
+    mirror: bool = _flag(
+        True, "keep each dense shard of the distributed optimizer on a second node as well"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("min_nodes", self.min_nodes, 0)
+
+
+@dataclass(frozen=True)
 class TelemetryConfig:
     """What a run writes about itself."""
 
@@ -104,12 +120,14 @@ class ResilientConfig:
 
     device: DeviceConfig = field(default_factory=DeviceConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
 
 SECTIONS: dict[str, type] = {
     "device": DeviceConfig,
     "replicas": ReplicaConfig,
+    "elastic": ElasticConfig,
     "telemetry": TelemetryConfig,
 }
 

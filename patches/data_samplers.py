@@ -1,4 +1,4 @@
-"""megatron.training.datasets.data_samplers: data loaders leave the CPU's random numbers alone."""
+"""megatron.training.datasets.data_samplers: loaders that know steps; the CPU's random numbers."""
 
 import functools
 
@@ -21,6 +21,16 @@ def _build_pretraining_data_loader(original):
     return build_pretraining_data_loader
 
 
+def _step_loader(original):
+    @functools.wraps(original)
+    def build_pretraining_data_loader(*args, **kwargs):
+        from megatron_resilient.mcore import uneven
+
+        return uneven.data_loader(original, *args, **kwargs)
+
+    return build_pretraining_data_loader
+
+
 PATCHES = (
     Patch(
         id="cpu.data-loader-generator",
@@ -36,5 +46,22 @@ PATCHES = (
         versions=MEGATRON,
         bound_in=("megatron.training.training:build_pretraining_data_loader",),
         removable_when="The loader is given a generator.",
+    ),
+    Patch(
+        id="core.data-loader",
+        group="core",
+        target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+        kind="wrap",
+        make=_step_loader,
+        reason="Megatron's sampler cuts the data into waves of one microbatch a rank and knows no "
+        "steps: where the data-parallel ranks do not divide the global batch, the last wave would "
+        "take samples of the next step. Where they do, Megatron's loader is returned.",
+        no_seam="The sampler is built inside the function; `--dataloader-type external` leaves the "
+        "loader to every script.",
+        upstream="megatron-core",
+        versions=MEGATRON,
+        bound_in=("megatron.training.training:build_pretraining_data_loader",),
+        after=("cpu.data-loader-generator",),
+        removable_when="A batch sampler can be passed in.",
     ),
 )

@@ -8,7 +8,12 @@ from typing import NoReturn
 from megatron_resilient import plugin
 from megatron_resilient.config import add_flags, config_from_args
 from megatron_resilient.errors import ConfigError
-from megatron_resilient.mcore import cpu, replica_arguments
+from megatron_resilient.mcore import (
+    cpu,
+    elastic_arguments,
+    replica_arguments,
+    uneven_arguments,
+)
 from megatron_resilient.mcore.one_line import one_line
 
 # What Megatron raises for flags and for the tokenizer that they name.
@@ -49,6 +54,7 @@ def parse_and_validate(
     try:
         args = original(extra_args_provider=provider, **options)
         args.num_experts = parsers[0].logical_experts or args.num_experts
+        args.eval_global_batch_size = parsers[0].evaluation_batch or args.eval_global_batch_size
         return args
     except ConfigError:
         raise
@@ -60,6 +66,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without a usage text of a thousand flags."""
 
     logical_experts: int | None = None
+    evaluation_batch: int | None = None
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help lists all flags)")
@@ -72,6 +79,7 @@ class _Parser(argparse.ArgumentParser):
             self.logical_experts = parsed.num_experts
             ranks = parsed.expert_model_parallel_size
             parsed.num_experts = -(-parsed.num_experts // ranks) * ranks
+        self.evaluation_batch = uneven_arguments.pad_evaluation(parsed)
         return parsed, unknown
 
 
@@ -81,10 +89,14 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the flag and what to do.
     """
+    elastic = elastic_arguments.is_elastic()
+    if elastic:
+        elastic_arguments.adapt(args)
     config = config_from_args(args)
     if plugin.on_cpu():
         cpu.adapt(args)
     _check_layout(args)
+    uneven_arguments.check(args, elastic)
     replica_arguments.check(args, config.replicas)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
-from megatron_resilient.mcore import load_failure, placement_file, replicas
+from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.replica_arguments import memory_table
@@ -58,6 +58,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     global _record, _replicas
     _check_same_patches()
     model, optimizer, scheduler = original(*args, **kwargs)
+    uneven.attach(model)
     _record = RunRecord.start(model)
     _replicas = _ReplicaHooks.attach(model, optimizer)
     if _replicas is not None:
@@ -71,7 +72,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
 def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Runs one training step and records it, unless it ends training before the optimizer steps."""
     start = time.perf_counter()
-    result = original(*args, **kwargs)
+    result = uneven.train_step(original, *args, **kwargs)
     seconds = time.perf_counter() - start
     should_exit = result[3]
     if _record is not None and not should_exit:
@@ -86,7 +87,7 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
 
 def evaluate(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Evaluates on the validation or the test set, and records the losses."""
-    result = original(*args, **kwargs)
+    result = uneven.evaluate(original, *args, **kwargs)
     losses = result[0]  # None: the time was up before it ended; empty: not the last stage
     if _record is not None and losses:
         _record.evaluated(losses)
