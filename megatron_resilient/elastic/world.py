@@ -1,8 +1,7 @@
 """Who is a member in one generation, as the coordinator announced it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,29 +50,17 @@ class World:
     times: dict[str, float]
     final: bool = False
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Reads the coordinator's `world` order; what it says beyond the fields is ignored."""
-        return cls(
-            generation=int(message["generation"]),
-            seats=tuple(
-                Seat(seat["node"], int(seat["local_rank"]), dict(seat["state"]))
-                for seat in message["seats"]
-            ),
-            rank=int(message["rank"]),
-            store_host=message["store_host"],
-            store_port=int(message["store_port"]),
-            cause=message["cause"],
-            lost_nodes=tuple(message["lost_nodes"]),
-            joined_nodes=tuple(message["joined_nodes"]),
-            planned=bool(message["planned"]),
-            times=dict(message["times"]),
-            final=bool(message.get("final", False)),
-        )
 
-    def seats_message(self) -> list[dict[str, Any]]:
-        """Returns the seats as they stand in a message."""
-        return [
-            {"node": seat.node, "local_rank": seat.local_rank, "state": seat.state}
-            for seat in self.seats
-        ]
+@dataclass(frozen=True)
+class HeldWorld:
+    """What a member that reconnects says of the generation it is in.
+
+    Attributes:
+        generation: its number.
+        seats: the processes by rank.
+        step: the newest committed step of the member that says so.
+    """
+
+    generation: int
+    seats: tuple[Seat, ...]
+    step: int
