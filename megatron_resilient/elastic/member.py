@@ -13,7 +13,6 @@ from megatron_resilient.elastic.busy_share import BusyShare
 from megatron_resilient.elastic.environment import WorkerEnvironment
 from megatron_resilient.elastic.link import Link
 from megatron_resilient.elastic.messages import (
-    MEMBERSHIP_CHANGES,
     SAVE_AND_END,
     WORKER,
     Beat,
@@ -28,8 +27,8 @@ from megatron_resilient.elastic.messages import (
     Ready,
     Seated,
     ToServer,
-    WhereQuery,
     Whereabouts,
+    WhereQuery,
 )
 from megatron_resilient.elastic.world import HeldWorld, Seat, World
 from megatron_resilient.errors import CoordinatorLostError, ResilientError
@@ -37,10 +36,11 @@ from megatron_resilient.errors import CoordinatorLostError, ResilientError
 __all__ = ["Fenced", "Member", "Seat", "World"]
 
 _SAMPLE_SECONDS = 0.05
+_CUT_AGAIN_SECONDS = 0.25
 _FINISH_SECONDS = 2.0
 
 
-class Fenced(Exception):  # noqa: N818 - it is control flow, no error
+class Fenced(Exception):
     """The generation is over for this process: go to `next_world`."""
 
 
@@ -51,8 +51,8 @@ class Member:
     thread computes or waits. All public methods are for the main thread, unless they say otherwise.
 
     Attributes:
-        on_fence: called on the watchdog thread, once a generation, when that is over: frees the
-            main thread from what it waits in.
+        on_fence: called on the watchdog thread when a generation is over, and again every quarter
+            of a second until the main thread is in `next_world`: frees it from what it waits in.
         progress: grows while the main thread gets on; whoever completes something adds to it.
     """
 
@@ -83,7 +83,7 @@ class Member:
         self._waiting = False  # the main thread is in next_world
         self._closing = False
         # The watchdog's own:
-        self._cut_generation = 0
+        self._next_cut = 0.0
         self._busy = BusyShare()
         self._link = Link(
             environment.host,
@@ -314,9 +314,12 @@ class Member:
             # Whatever else a later coordinator may say is not for us.
 
     def _cut(self) -> None:
-        world = self._world
-        if self._stop and world is not None and self._cut_generation < world.generation:
-            self._cut_generation = world.generation
+        now = time.monotonic()
+        if not self._stop or self._waiting or self._world is None:
+            self._next_cut = 0.0
+        elif now >= self._next_cut:
+            # Again and again: a connection may have been in the making at the first cut.
+            self._next_cut = now + _CUT_AGAIN_SECONDS
             self.on_fence()
 
     def _flush(self) -> None:
@@ -375,7 +378,7 @@ class Member:
             local_rank=self._environment.local_rank,
             local_world=self._environment.local_world,
             pid=os.getpid(),
-            world=world and HeldWorld(world.generation, world.seats, self._step()),
+            world=HeldWorld(world.generation, world.seats, self._step()) if world else None,
         )
 
     def _step(self) -> int:
@@ -385,8 +388,9 @@ class Member:
 
 def _named(name: str) -> type[ResilientError]:
     kind = getattr(errors, name, None)
-    known = isinstance(kind, type) and issubclass(kind, ResilientError)
-    return kind if known else ResilientError
+    if isinstance(kind, type) and issubclass(kind, ResilientError):
+        return kind
+    return ResilientError
 
 
 def _clock() -> float:
