@@ -47,3 +47,31 @@ class PlanMismatchError(ResilientError):
 
 class ReplicaMismatchError(ResilientError):
     """Replicas of one expert, which must be equal bit by bit, are not."""
+
+
+class ProtocolError(ResilientError, ValueError):
+    """What came over a connection is no message of ours, or too long for one."""
+
+
+class RefusedError(ResilientError):
+    """The coordinator does not take this process: the token, its settings, or its past."""
+
+
+class CoordinatorLostError(ResilientError):
+    """The coordinator stayed away longer than the limit."""
+
+
+class TooFewNodesError(ResilientError):
+    """Fewer nodes than the minimum stayed, and none came in time."""
+
+
+class PartitionError(ResilientError):
+    """This side of a cut network is the smaller one, or cannot know that it is not."""
+
+
+class FencedError(ResilientError):
+    """The job went on without this process while it was silent: what it holds is out of date."""
+
+
+class HangError(ResilientError):
+    """The main thread of this process did not come out of what it was in."""
