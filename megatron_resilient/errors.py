@@ -75,3 +75,7 @@ class FencedError(ResilientError):
 
 class HangError(ResilientError):
     """The main thread of this process did not come out of what it was in."""
+
+
+class LostStateError(ResilientError):
+    """No live rank has some of the training state, and no checkpoint can give it back."""

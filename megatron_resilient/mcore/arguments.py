@@ -73,6 +73,8 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         parsed, unknown = super().parse_known_args(args, namespace)
+        if elastic_arguments.is_elastic():
+            elastic_arguments.join_world(parsed)
         check(parsed)
         if parsed.resilient_slots_per_rank and parsed.num_experts:
             # Slots need not divide the experts among ranks; Megatron's validation demands it.

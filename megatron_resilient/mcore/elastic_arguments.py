@@ -1,16 +1,42 @@
 """Flags of an elastic run: what follows the world, and what no elastic run can have."""
 
 import argparse
+import hashlib
+import json
 import os
 
 from megatron_resilient.errors import ConfigError
 
 COORDINATOR = "MEGATRON_RESILIENT_COORDINATOR"  # host:port, set by the agent of the node
+_LOCAL = ("local_rank", "rank", "resilient_fault")  # may differ between nodes
 
 
 def is_elastic() -> bool:
     """Tells whether this process is a worker of an elastic run."""
     return bool(os.environ.get(COORDINATOR))
+
+
+def join_world(args: argparse.Namespace) -> None:
+    """Waits until this process has a rank, which the rest of the command line needs to know.
+
+    Afterwards the environment says who this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+    """
+    from megatron_resilient.mcore.recovery import session
+
+    current = session.current()
+    if current is None:
+        raise ConfigError(
+            "started by `megatron-resilient run`, but the script does not call "
+            "megatron_resilient.run(main)"
+        )
+    own = {name: repr(value) for name, value in sorted(vars(args).items()) if name not in _LOCAL}
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+    grid = [
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.pipeline_model_parallel_size,
+    ]
+    current.join(grid, {"min_nodes": args.resilient_min_nodes, "flags_digest": digest})
 
 
 def adapt(args: argparse.Namespace) -> None:

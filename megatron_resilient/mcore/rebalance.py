@@ -57,6 +57,9 @@ class Rebalancer:
         layers: the replicated layers in them.
         optimizer: Megatron's optimizer, whose state moves with the weights.
         config: flags.
+
+    Attributes:
+        loads: {layer: tokens per expert} of the last window that was looked at.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Rebalancer:
         self._layers = layers
         self._optimizer = optimizer
         self._config = config
+        self.loads: dict[int, list[int]] = {}
         self._load = ExpertLoad(model)
         self._step_seconds: list[float] = []
         self._bytes_per_second: float | None = None
@@ -93,6 +97,7 @@ class Rebalancer:
         if step % interval:
             return None
         loads = self._load.take(_stage_group())
+        self.loads = loads
         return self._rebalance([loads[layer.layer_number] for layer in self._layers])
 
     def adopt(self, holdings: list[Holding]) -> None:

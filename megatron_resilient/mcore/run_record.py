@@ -16,6 +16,7 @@ from megatron.training.global_vars import get_wandb_writer
 
 from megatron_resilient import plugin
 from megatron_resilient.config import ResilientConfig, config_from_args
+from megatron_resilient.elastic.world import World
 from megatron_resilient.mcore.expert_load import ExpertLoad
 from megatron_resilient.patching import apply
 from megatron_resilient.telemetry import EventLog, write_summary
@@ -62,20 +63,30 @@ class RunRecord:
     _pending: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, model: list[torch.nn.Module]) -> "RunRecord":
-        """Opens the run folder and, on the last rank, writes `run_start`."""
+    def start(cls, model: list[torch.nn.Module], world: World | None) -> "RunRecord":
+        """Opens the run folder and, on the last rank, writes `run_start` if a job begins.
+
+        Args:
+            model: the model chunks, whose routers are counted.
+            world: the generation of an elastic run.
+        """
         args = get_args()
         config = config_from_args(args)
         folder = run_dir(config, args)
         os.makedirs(folder, exist_ok=True)
         record = cls(
-            log=EventLog(folder, rank=args.rank),
+            log=EventLog(
+                folder,
+                rank=args.rank,
+                generation=world.generation if world else 0,
+                node=world.seats[world.rank].node if world else None,
+            ),
             config=config,
             load=ExpertLoad(model if config.telemetry.expert_load_interval else []),
             step=args.iteration,
             _load_counted_from=args.iteration,
         )
-        if record.speaks:
+        if record.speaks and (world is None or world.cause == "start"):
             record.write("run_start", **_facts(args))
         return record
 

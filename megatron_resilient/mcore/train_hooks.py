@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
+from megatron_resilient.mcore.recovery import rejoin, session, steps
 from megatron_resilient.mcore.replica_arguments import memory_table
 from megatron_resilient.mcore.replica_check import check_replicas
 from megatron_resilient.mcore.run_record import RunRecord
@@ -57,22 +59,34 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """
     global _record, _replicas
     _check_same_patches()
-    model, optimizer, scheduler = original(*args, **kwargs)
+    elastic = session.current()
+    rejoined = None
+    if elastic is None:
+        built = original(*args, **kwargs)
+    else:
+        built, rejoined = rejoin.build(elastic, original, *args, **kwargs)
+    model, optimizer, _ = built
     uneven.attach(model)
-    _record = RunRecord.start(model)
-    _replicas = _ReplicaHooks.attach(model, optimizer)
+    _record = RunRecord.start(model, elastic.world if elastic else None)
+    _replicas = _ReplicaHooks.attach(model, optimizer, rejoined)
     if _replicas is not None:
         _record.replicated = _replicas.layers
         _record.placed()
-    if get_args().iteration:
+    if get_args().iteration and rejoined is None:
         _record.loaded(_load_seconds)
-    return model, optimizer, scheduler
+    if elastic is not None:
+        elastic.begin(built, rejoined)
+    return built
 
 
 def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Runs one training step and records it, unless it ends training before the optimizer steps."""
     start = time.perf_counter()
-    result = uneven.train_step(original, *args, **kwargs)
+    elastic = session.current()
+    if elastic is not None and elastic.live is not None:
+        result = steps.train_step(elastic, partial(uneven.train_step, original), *args, **kwargs)
+    else:
+        result = uneven.train_step(original, *args, **kwargs)
     seconds = time.perf_counter() - start
     should_exit = result[3]
     if _record is not None and not should_exit:
@@ -82,6 +96,8 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         _record.after_step(seconds, result, _learning_rate(optimizer))
         if _replicas is not None:
             _replicas.after_step(_record, seconds)
+        if elastic is not None and elastic.live is not None:
+            steps.recorded(elastic, _record, _replicas.rebalancer.loads if _replicas else {})
     return result
 
 
@@ -144,15 +160,20 @@ class _ReplicaHooks:
     check_interval: int
 
     @classmethod
-    def attach(cls, model: list[torch.nn.Module], optimizer: Any) -> "_ReplicaHooks | None":
+    def attach(
+        cls, model: list[torch.nn.Module], optimizer: Any, rejoined: "rejoin.Rejoined | None"
+    ) -> "_ReplicaHooks | None":
         layers = replicas.replicated_layers(model)
         if not layers or optimizer is None:
             return None
         config = config_from_args(get_args()).replicas
-        print_rank_0("\n".join(memory_table(get_args(), config)))
+        if rejoined is None:
+            print_rank_0("\n".join(memory_table(get_args(), config)))
         replicas.sum_gradients_of(layers, get_model_config(model[0]))
         rebalancer = Rebalancer(model, layers, optimizer, config)
-        if get_args().iteration:
+        if rejoined is not None:
+            rebalancer.loads = dict(rejoined.loads or {})
+        elif get_args().iteration:
             folder = _iteration_folder(get_args().load, get_args().iteration)
             saved = placement_file.read(folder, layers)
             rebalancer.adopt(saved or [layer.holding for layer in layers])

@@ -5,7 +5,7 @@ coordinate; an expert is named by layer and logical number, whatever slot it is 
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import nn
 
 from megatron_resilient.algorithms.refill_plan import Piece
 from megatron_resilient.comm.pieces import Kinds
-from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.replicas import replicated_layers
 
 
@@ -42,6 +41,30 @@ class Arrays:
             for key, stretches in self.store.items()
             for start, kinds in stretches
         ]
+
+    def copied(self) -> "Arrays":
+        """Returns the same in memory of its own."""
+        return self._mapped(torch.clone)
+
+    def on_host(self) -> "Arrays":
+        """Returns the same in the host's memory, which on the CPU is where it is."""
+        return self._mapped(lambda tensor: tensor.detach().cpu())
+
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Arrays":
+        arrays = Arrays()
+        for key, stretches in self.store.items():
+            for start, kinds in stretches:
+                arrays.add(key, start, {name: function(each) for name, each in kinds.items()})
+        return arrays
+
+
+def merged(*parts: Arrays) -> Arrays:
+    """Returns all of several together."""
+    arrays = Arrays()
+    for part in parts:
+        for key, stretches in part.store.items():
+            arrays.store.setdefault(key, []).extend(stretches)
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -138,6 +161,19 @@ def owned(model: list[nn.Module], optimizer: Any) -> list[Owned]:
     return found
 
 
+def stepped(own: list[Owned]) -> Arrays:
+    """Returns the fp32 values and moments of what an optimizer steps."""
+    arrays = Arrays()
+    for each in own:
+        arrays.add(each.key, each.start, each.kinds())
+    return arrays
+
+
+def everything(model: list[nn.Module], optimizer: Any) -> Arrays:
+    """Returns all state of this rank, as views where it is memory of the model's."""
+    return merged(stepped(owned(model, optimizer)), buffers(model), random_state())
+
+
 def buffers(model: list[nn.Module]) -> Arrays:
     """Returns what is neither stepped nor made anew: persistent buffers and frozen parameters."""
     stage, tensor = coordinate()
@@ -203,12 +239,3 @@ def _random_streams() -> Iterator[tuple[str, torch.Tensor]]:
             get_expert_parallel_rng_tracker_name()
         ):
             yield f"tracker.{name}", state.clone().view(torch.uint8)
-
-
-def layers_held(model: list[nn.Module]) -> dict[int, list[int]]:
-    """Returns {layer: logical experts in this rank's slots}."""
-    return {layer.layer_number: _own(layer) for layer in replicated_layers(model)}
-
-
-def _own(layer: ReplicatedMoELayer) -> list[int]:
-    return list(layer.holding[torch.distributed.get_rank(layer.ep_group)])

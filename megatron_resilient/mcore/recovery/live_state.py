@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
     buffers,
     coordinate,
+    everything,
+    merged,
     owned,
     random_state,
 )
 from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.recovery.outcome import Outcome, StepLosses
 from megatron_resilient.mcore.recovery.progress import Progress
+from megatron_resilient.mcore.recovery.rejoined import Rejoined
 
 
 class LiveState:
@@ -34,12 +38,14 @@ class LiveState:
         model: the model chunks.
         optimizer: Megatron's.
         scheduler: Megatron's learning-rate scheduler.
-        loads: {layer: tokens per expert} that the placement was made for.
 
     Attributes:
+        loads: {layer: tokens per expert} that the placement was made for.
         progress: the position after the last step that committed.
         asked: bits that the agreement of that step brought (`Member.wants_boundary`).
         outcome: what came of that step.
+        replay: the same, if Megatron has yet to log, evaluate and save after that step.
+        extra: what leaving ranks handed over.
     """
 
     def __init__(
@@ -48,11 +54,11 @@ class LiveState:
         model: list[nn.Module],
         optimizer: Any,
         scheduler: Any,
-        loads: dict[int, list[int]],
     ):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.loads = loads
+        self.loads: dict[int, list[int]] = {}
         self.progress = Progress.now(optimizer, scheduler)
+        self.replay: Outcome | None = None
         self.asked = 0
         self.outcome: Outcome | None = None
         self.extra = Arrays()
@@ -71,9 +77,16 @@ class LiveState:
         for inner in self._inner_optimizers():
             inner.register_step_post_hook(self._note_step)
 
+    def resume_from(self, rejoined: Rejoined) -> None:
+        """Takes up the position of the generation before."""
+        self.loads = dict(rejoined.loads or {})
+        self.replay = self.outcome = rejoined.replay
+        if rejoined.replay is not None:  # Megatron stands one step back
+            self.progress = replace(self.progress, step=rejoined.step)
+
     def begin_step(self) -> None:
         """To be called before each step: what a step changes before it commits is set aside."""
-        self._before = _copied(buffers(self.model), random_state())
+        self._before = merged(buffers(self.model), random_state()).copied()
         self.progress = self.progress.with_evaluations()
         self._ready, self._agreed, self._skipped = None, False, False
         self._made.clear()
@@ -122,11 +135,15 @@ class LiveState:
         self.progress, self._ready = after, None
         self.outcome = Outcome(self._losses.means(losses), skipped)
 
+    def arrays(self) -> Arrays:
+        """Returns all state, between two steps."""
+        return everything(self.model, self.optimizer)
+
     def leave(self) -> OldState:
         """Returns what must outlive the generation. The model may be torn down afterwards."""
         # Gone from memory only when nothing of a half-run step refers to them.
         in_step = self._before is not None
-        now = _copied(buffers(self.model), random_state())
+        now = merged(buffers(self.model), random_state()).copied()
         is_whole = self._agreed or not in_step
         others = now if is_whole or self._before is None else self._before
         return OldState(
@@ -170,12 +187,3 @@ def forget_error(error: BaseException) -> None:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
-
-
-def _copied(*parts: Arrays) -> Arrays:
-    arrays = Arrays()
-    for part in parts:
-        for key, stretches in part.store.items():
-            for start, kinds in stretches:
-                arrays.add(key, start, {name: tensor.clone() for name, tensor in kinds.items()})
-    return arrays

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_resilient.mcore.recovery.arrays import Arrays, Owned
+from megatron_resilient.mcore.recovery.arrays import Arrays, Owned, merged, stepped
 from megatron_resilient.mcore.recovery.outcome import Outcome
 from megatron_resilient.mcore.recovery.progress import Progress
 
@@ -77,13 +77,7 @@ class OldState:
         On the host: on a GPU the new model needs the room.
         """
         if self._frozen is None:
-            arrays = Arrays()
-            for each in self.owned:
-                arrays.add(each.key, each.start, _on_host(each.kinds()))
-            for part in (self.others, self.extra):
-                for key, stretches in part.store.items():
-                    for start, kinds in stretches:
-                        arrays.add(key, start, _on_host(kinds))
+            arrays = merged(stepped(self.owned), self.others, self.extra).on_host()
             self.scalars = scalars(self.owned)
             self._frozen = arrays
             self.owned, self.pending = [], []
@@ -129,7 +123,3 @@ def prepare_moments(owned: list[Owned], counts: dict[str, dict[str, float]]) -> 
         for group in optimizer.param_groups:
             if "step" in counts["group"]:
                 group["step"] = int(counts["group"]["step"])
-
-
-def _on_host(kinds: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in kinds.items()}

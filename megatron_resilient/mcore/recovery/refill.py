@@ -128,16 +128,8 @@ def carry_out(
 
 
 def _to_fill(model: list[nn.Module], optimizer: Any, counts: dict[str, dict[str, float]]) -> Arrays:
-    own = arrays.owned(model, optimizer)
-    prepare_moments(own, counts)
-    target = Arrays()
-    for each in own:
-        target.add(each.key, each.start, each.kinds())
-    for part in (arrays.buffers(model), arrays.random_state()):
-        for key, stretches in part.store.items():
-            for start, kinds in stretches:
-                target.add(key, start, kinds)
-    return target
+    prepare_moments(arrays.owned(model, optimizer), counts)
+    return arrays.everything(model, optimizer)
 
 
 def _place(

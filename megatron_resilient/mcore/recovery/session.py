@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from megatron_resilient import plugin
+from megatron_resilient.elastic import fenced_wait
+from megatron_resilient.elastic.graveyard import retire
 from megatron_resilient.elastic.member import Fenced, Member, World
+from megatron_resilient.elastic.sockets import cut_sockets, tcp_inodes
 from megatron_resilient.errors import ResilientError
+from megatron_resilient.mcore.recovery import report
 from megatron_resilient.mcore.recovery.live_state import LiveState, forget_error
 from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.reset import reset_megatron
@@ -47,6 +53,11 @@ class Session:
         self.old: OldState | None = None
         self.model: list[torch.nn.Module] = []
         self.clock: dict[str, float] = {}
+        self._rejoined: Any = None
+        self._older_sockets = tcp_inodes()
+        member.on_fence = self._free_main_thread
+        if plugin.on_cpu():
+            fenced_wait.install(member.check, self._note_progress)
 
     def run(self, main: Callable[[], Any]) -> None:
         """Calls `main` for each generation in which this process has a seat, until training ends.
@@ -59,14 +70,19 @@ class Session:
         while True:
             try:
                 main()
-                break
+            except SystemExit as stop:
+                self.member.finish(
+                    stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+                )
+                raise
             except BaseException as error:
                 if not self._survives(error):
-                    self.member.leave_generation(f"{type(error).__name__}: {error}"[:300])
+                    self.member.leave_generation(_cause(error))
                     raise
                 self._leave(error)
-                forget_error(error)
-        self.member.finish(0)
+            else:
+                self.member.finish(0)
+                return
 
     def join(self, grid: list[int], settings: dict[str, Any]) -> World:
         """Waits for a seat in the next generation and takes it.
@@ -79,6 +95,7 @@ class Session:
         state = self.old.to_json() if self.old else {}
         generation = self.world.generation if self.world else 0
         state = {"generation": generation, "coordinate": None, **state, "grid": grid}
+        self._older_sockets = tcp_inodes()
         self.world = self.member.next_world(state, settings)
         self.clock["formed"] = time.time()
         self._settle_step()
@@ -92,11 +109,34 @@ class Session:
         )
         return self.world
 
+    def begin(self, built: tuple[list[torch.nn.Module], Any, Any], rejoined: Any) -> None:
+        """Starts a generation whose model is complete on this rank. Collective over all ranks.
+
+        Args:
+            built: what Megatron's setup_model_and_optimizer returned.
+            rejoined: how it was filled from the generation before; None for a start.
+        """
+        live = LiveState(self.member, *built)
+        if rejoined is not None:
+            live.resume_from(rejoined)
+        self.live = live
+        # What was kept may be another rank's only source until all are complete.
+        dist.barrier()
+        self.old = None
+        self.clock["filled"] = time.time()
+        self._rejoined = rejoined
+
     def newest(self) -> dict[str, Any] | None:
         """Returns what the rank that has come farthest said of itself; None if none has state."""
         assert self.world is not None
         states = [seat.state for seat in self.world.seats if "step" in seat.state]
         return max(states, key=lambda state: (state["step"], state["begun"]), default=None)
+
+    def tell_recovery(self, record: Any) -> None:
+        """Writes the RecoveryReport when the first step of a generation is done."""
+        if self._rejoined is not None:
+            report.tell(self, self._rejoined, record)
+            self._rejoined = None
 
     def _settle_step(self) -> None:
         """Brings what this process kept to the newest step that any survivor has."""
@@ -125,14 +165,34 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """Gets out of a generation with what is needed for the next one."""
         self.clock = {"left": time.time()}
-        if isinstance(error, Boundary):
-            assert self.live is not None
-        elif not isinstance(error, Fenced):
-            self.member.leave_generation(f"{type(error).__name__}: {error}"[:300])
+        planned = isinstance(error, Boundary)
+        if not planned and not isinstance(error, Fenced):
+            self.member.leave_generation(_cause(error))
+        forget_error(error)
         if self.live is not None:
             self.live.finish_update()
             self.old, self.live = self.live.leave(), None
-        if isinstance(error, Boundary):
+        if planned:
+            assert self.old is not None
             self.member.boundary(self.old.to_json())
+        # Whoever drops the last reference to a gloo group waits for its threads.
+        groups = list(distributed_c10d._world.pg_map)
         reset_megatron(self.model)
         self.model = []
+        retire(groups.clear)
+
+    def _free_main_thread(self) -> None:
+        """Ends the collectives of this process; called on the watchdog thread."""
+        if plugin.on_cpu():
+            cut_sockets(self._older_sockets | self.member.spared_inodes())
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+        for group in list(distributed_c10d._world.pg_map):
+            group._get_backend(device).abort()
+
+    def _note_progress(self) -> None:
+        self.member.progress += 1
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

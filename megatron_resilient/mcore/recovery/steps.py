@@ -1,0 +1,88 @@
+"""What an elastic run does around each training step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+from megatron.training import get_args
+
+from megatron_resilient.elastic.messages import SAVE_AND_END
+from megatron_resilient.errors import CoordinatorLostError, ResilientError
+from megatron_resilient.mcore.recovery import hand_over
+from megatron_resilient.mcore.recovery.live_state import LiveState
+from megatron_resilient.mcore.recovery.session import Boundary, Session
+
+
+def train_step(
+    session: Session, original: Callable[..., tuple], *args: Any, **kwargs: Any
+) -> tuple:
+    """Runs Megatron's `train_step`, or brings back what came of a step that is done already.
+
+    Raises:
+        Boundary: the membership changes here.
+        Fenced: the generation is over.
+    """
+    live = session.live
+    assert live is not None
+    session.member.check()
+    if live.replay is not None:
+        outcome, live.replay = live.replay, None
+        # Megatron adds the step's samples after it; they are counted already.
+        get_args().consumed_train_samples -= get_current_running_global_batch_size()
+        return outcome.as_train_step(torch.cuda.current_device())
+    if live.asked:
+        _change(session, live)
+    live.begin_step()
+    arguments = list(args)
+    forward_backward = 6  # its place among train_step's arguments
+    arguments[forward_backward] = live.watch_losses(arguments[forward_backward])
+    result = original(*arguments, **kwargs)
+    live.end_step()
+    return result
+
+
+def recorded(session: Session, record: Any, loads: dict[int, list[int]]) -> None:
+    """To be called when a step has been recorded and experts have been moved.
+
+    Args:
+        session: of this process.
+        record: the run's record.
+        loads: {layer: tokens per expert} that the placement was made for.
+    """
+    live = session.live
+    assert live is not None
+    live.loads = loads
+    session.member.report(step=live.progress.step, **record.latest)
+    session.tell_recovery(record)
+
+
+def _change(session: Session, live: LiveState) -> None:
+    """Leaves this generation between two steps, with everybody alive."""
+    if live.asked & SAVE_AND_END:
+        raise save_and_end(live, "the coordinator stayed away for too long", CoordinatorLostError)
+    everybody = hand_over.carry_out(session.member, live)
+    if everybody:
+        raise save_and_end(live, "all nodes leave", SystemExit)
+    raise Boundary
+
+
+def save_and_end(live: LiveState, why: str, kind: type[BaseException]) -> BaseException:
+    """Saves a checkpoint if the run has a folder for it.
+
+    Returns:
+        The error to raise.
+    """
+    from megatron.training import training
+
+    options = get_args()
+    step = live.progress.step
+    saved = f"there is no --save, so step {step} is lost"
+    if options.save:
+        training.save_checkpoint(
+            step, live.model, live.optimizer, live.scheduler, live.progress.flops
+        )
+        saved = f"step {step} is saved in {options.save}"
+    if issubclass(kind, ResilientError):
+        return kind(f"{why}; {saved}: start the same command again to go on")
+    return kind(0)
