@@ -92,6 +92,11 @@ class ElasticConfig:
     mirror: bool = _flag(
         True, "keep each dense shard of the distributed optimizer on a second node as well"
     )
+    fault: str | None = _flag(
+        None,
+        'faults to inject, such as "kill node=1 step=12; hang node=2 step=20 phase=save"; see '
+        "docs/elastic.md",
+    )
 
     def __post_init__(self) -> None:
         _at_least("min_nodes", self.min_nodes, 0)

@@ -73,16 +73,35 @@ def plan_fetches(
     return fetches
 
 
-def transfer(
+@dataclass(frozen=True)
+class Received:
+    """What a rank got and has not put in place yet.
+
+    Attributes:
+        pieces: (the fetch, its kind of tensor, what came), for all fetches to this rank.
+        sent_bytes: what this rank sent to others.
+    """
+
+    pieces: list[tuple[Fetch, int, torch.Tensor]]
+    sent_bytes: int
+
+    def put(self, targets: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Writes it into the slots wanted. Local."""
+        with torch.no_grad():
+            for fetch, kind, piece in self.pieces:
+                target = targets[kind][fetch.target[1]]
+                target.copy_(piece.view_as(target))
+
+
+def receive(
     fetches: Sequence[Fetch],
     sources: Sequence[Sequence[torch.Tensor]],
     targets: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
-) -> int:
-    """Carries out a plan for all tensors of all experts. Collective over `group`.
+) -> Received:
+    """Sends and receives all that a plan moves, and writes nothing yet. Collective over `group`.
 
-    All sources are read before a target is written, so the two may be the same memory. One
-    all-to-all per dtype.
+    One all-to-all per dtype.
 
     Args:
         fetches: the plan, the same on every rank; ranks are those of `group`.
@@ -90,12 +109,10 @@ def transfer(
             held before. All slots of a kind have one shape and dtype, the same on every rank.
         targets: the same for the slots wanted; the same kinds in the same order.
         group: the ranks of the holdings.
-
-    Returns:
-        Bytes that this rank sent to others.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     sent_bytes = 0
+    received: list[tuple[Fetch, int, torch.Tensor]] = []
     by_dtype: dict[torch.dtype, list[int]] = {}
     for kind, tensors in enumerate(targets):
         by_dtype.setdefault(tensors[0].dtype, []).append(kind)
@@ -103,19 +120,38 @@ def transfer(
         for kinds in by_dtype.values():
             outgoing: list[list[torch.Tensor]] = [[] for _ in range(world)]
             incoming: list[list[torch.Tensor]] = [[] for _ in range(world)]
+            names: list[list[tuple[Fetch, int]]] = [[] for _ in range(world)]
             for fetch in fetches:
                 (giver, source), (taker, target) = fetch.source, fetch.target
                 if giver == rank:
                     outgoing[taker] += [sources[kind][source].reshape(-1) for kind in kinds]
                 if taker == rank:
                     incoming[giver] += [targets[kind][target] for kind in kinds]
-            sent, received = _exchange(outgoing, incoming, group)
+                    names[giver] += [(fetch, kind) for kind in kinds]
+            sent, flats = _exchange(outgoing, incoming, group)
             sent_bytes += sent
-            for tensors, flat in zip(incoming, received, strict=True):
+            for named, tensors, flat in zip(names, incoming, flats, strict=True):
                 pieces = flat.split([tensor.numel() for tensor in tensors])
-                for tensor, piece in zip(tensors, pieces, strict=True):
-                    tensor.copy_(piece.view_as(tensor))
-    return sent_bytes
+                received += [(*name, piece) for name, piece in zip(named, pieces, strict=True)]
+    return Received(received, sent_bytes)
+
+
+def transfer(
+    fetches: Sequence[Fetch],
+    sources: Sequence[Sequence[torch.Tensor]],
+    targets: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> int:
+    """Carries out a plan for all tensors of all experts; arguments as for `receive`.
+
+    All sources are read before a target is written, so the two may be the same memory.
+
+    Returns:
+        Bytes that this rank sent to others.
+    """
+    received = receive(fetches, sources, targets, group)
+    received.put(targets)
+    return received.sent_bytes
 
 
 def _exchange(

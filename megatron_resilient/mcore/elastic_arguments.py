@@ -36,7 +36,8 @@ def join_world(args: argparse.Namespace) -> None:
         args.context_parallel_size,
         args.pipeline_model_parallel_size,
     ]
-    current.join(grid, {"min_nodes": args.resilient_min_nodes, "flags_digest": digest})
+    settings = {"min_nodes": args.resilient_min_nodes, "flags_digest": digest}
+    current.join(grid, settings, args.resilient_fault)
 
 
 def adapt(args: argparse.Namespace) -> None:

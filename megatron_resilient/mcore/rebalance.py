@@ -17,15 +17,17 @@ from megatron_resilient.algorithms.token_assignment import least_imbalance
 from megatron_resilient.comm.transfer import (
     Fetch,
     Holding,
+    Received,
     keep_places,
     plan_fetches,
-    transfer,
+    receive,
 )
 from megatron_resilient.config import ReplicaConfig
 from megatron_resilient.errors import PlanMismatchError
 from megatron_resilient.mcore.expert_load import ExpertLoad
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.optimizer_state import state_tensors, tag_shared
+from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.replicas import plan, ranks_per_node
 
 # Part of a step that balance can shorten, assumed when a move is weighed against its cost.
@@ -76,6 +78,7 @@ class Rebalancer:
         self._load = ExpertLoad(model)
         self._step_seconds: list[float] = []
         self._bytes_per_second: float | None = None
+        self._staged: list[tuple[int, int, str, dict[str, torch.Tensor]]] = []
 
     def after_step(self, step: int, seconds: float) -> Move | None:
         """Rebalances if it is time and it pays. Collective.
@@ -160,15 +163,47 @@ class Rebalancer:
             kinds += [[state[name] for state in states] for name in states[0]]
         return kinds
 
+    def staged(self) -> list[tuple[int, int, str, dict[str, torch.Tensor]]]:
+        """Returns what arrived in a move that was cut short: its sender may have it no longer.
+
+        Returns:
+            (layer, expert, kind of parameter, {"main": fp32 values, name of a moment: it}).
+        """
+        return self._staged
+
     def _move(self, layer: ReplicatedMoELayer, holding: Holding, fetches: list[Fetch]) -> int:
         tensors = self._tensors(layer)
         changed = [f for f in fetches if f.source != f.target]
-        sent = transfer(changed, tensors, tensors, layer.ep_group) if changed else 0
+        faults.point("migration")
+        if changed:
+            received = receive(changed, tensors, tensors, layer.ep_group)
+            self._staged = self._named(layer, received)
+            # Nobody gives up an expert before everybody has what it is to hold.
+            dist.barrier(group=layer.ep_group)
+            received.put(tensors)
         layer.set_holding(holding)
         for parameters in layer.parameters_by_kind().values():
             for parameter in parameters:
                 tag_shared(self._optimizer, parameter)
-        return sent
+        self._staged = []
+        return received.sent_bytes if changed else 0
+
+    def _named(
+        self, layer: ReplicatedMoELayer, received: Received
+    ) -> list[tuple[int, int, str, dict[str, torch.Tensor]]]:
+        """Names what was received by parameter and state, in the order of `_tensors`."""
+        names = []
+        for kind, parameters in layer.parameters_by_kind().items():
+            states = state_tensors(self._optimizer, parameters[0])
+            # Without a copy of its own, the parameter itself is what the optimizer steps.
+            names.append((kind, "weights" if "main" in states else "main"))
+            names += [(kind, name) for name in states]
+        staged: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+        for fetch, number, piece in received.pieces:
+            kind, name = names[number]
+            if name != "weights":
+                staged.setdefault((fetch.expert, kind), {})[name] = piece
+        return [(layer.layer_number, *key, state) for key, state in staged.items()]
 
 
 def _plan_move(

@@ -52,6 +52,7 @@ class RunRecord:
 
     Attributes:
         replicated: the layers whose experts have replicas, on this rank.
+        latest: what is known of the last step, for those who ask while training runs.
     """
 
     log: EventLog
@@ -59,6 +60,7 @@ class RunRecord:
     load: ExpertLoad
     replicated: "list[ReplicatedMoELayer]" = field(default_factory=list)
     step: int = 0
+    latest: dict[str, Any] = field(default_factory=dict)
     _load_counted_from: int = 0  # the last step before those that `load` holds
     _pending: list[dict[str, Any]] = field(default_factory=list)
 
@@ -104,8 +106,10 @@ class RunRecord:
         args = get_args()
         losses, skipped, grad_norm = result[0], result[1], result[5]
         self.step += 1
+        tokens = get_current_running_global_batch_size() * args.seq_length
+        self.latest["tokens_per_second"] = tokens / seconds
+        self.latest |= {key.replace(" ", "_"): float(value) for key, value in losses.items()}
         if self.speaks:
-            tokens = get_current_running_global_batch_size() * args.seq_length
             self.write(
                 "step",
                 loss={key: float(value) for key, value in losses.items()},

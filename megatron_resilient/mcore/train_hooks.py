@@ -18,7 +18,7 @@ from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
-from megatron_resilient.mcore.recovery import rejoin, session, steps
+from megatron_resilient.mcore.recovery import faults, rejoin, session, steps
 from megatron_resilient.mcore.replica_arguments import memory_table
 from megatron_resilient.mcore.replica_check import check_replicas
 from megatron_resilient.mcore.run_record import RunRecord
@@ -76,6 +76,8 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         _record.loaded(_load_seconds)
     if elastic is not None:
         elastic.begin(built, rejoined)
+        if _replicas is not None:
+            elastic.live.staged = _replicas.rebalancer.staged
     return built
 
 
@@ -103,6 +105,7 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
 
 def evaluate(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Evaluates on the validation or the test set, and records the losses."""
+    faults.point("evaluate")
     result = uneven.evaluate(original, *args, **kwargs)
     losses = result[0]  # None: the time was up before it ended; empty: not the last stage
     if _record is not None and losses:
@@ -115,6 +118,7 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
     if _record is None:
         return original(iteration, *args, **kwargs)
     _record.save_started(iteration)
+    faults.point("save")
     result = original(iteration, *args, **kwargs)
     if _replicas is not None and _record.speaks_for_stage:
         placement_file.write(_iteration_folder(get_args().save, iteration), _replicas.layers)

@@ -11,11 +11,13 @@ from torch import nn
 
 from megatron_resilient.elastic.member import Member
 from megatron_resilient.errors import PlanMismatchError
+from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
     buffers,
     coordinate,
     everything,
+    expert_key,
     merged,
     owned,
     random_state,
@@ -46,6 +48,7 @@ class LiveState:
         outcome: what came of that step.
         replay: the same, if Megatron has yet to log, evaluate and save after that step.
         extra: what leaving ranks handed over.
+        staged: gives what a move that was cut short has brought; see `Rebalancer.staged`.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class LiveState:
         self.asked = 0
         self.outcome: Outcome | None = None
         self.extra = Arrays()
+        self.staged: Callable[[], list[tuple[int, int, str, dict[str, torch.Tensor]]]] = list
         self._member = member
         self._coordinate = coordinate()
         self._before: Arrays | None = None  # buffers and random streams as the step began
@@ -86,6 +90,7 @@ class LiveState:
 
     def begin_step(self) -> None:
         """To be called before each step: what a step changes before it commits is set aside."""
+        faults.at_step(self.progress.step + 1)
         self._before = merged(buffers(self.model), random_state()).copied()
         self.progress = self.progress.with_evaluations()
         self._ready, self._agreed, self._skipped = None, False, False
@@ -98,6 +103,7 @@ class LiveState:
         def watched(*args: Any, **kwargs: Any) -> Any:
             losses = forward_backward(*args, **kwargs)
             self._losses.note(losses)
+            faults.point("gradients")
             return losses
 
         return watched
@@ -109,7 +115,10 @@ class LiveState:
 
     def _agree_and_update(self) -> bool:
         self._agree(skipped=False)
-        return self._update()
+        faults.point("committed")
+        success = self._update()
+        faults.point("updated")
+        return success
 
     def _step_or_skip(self) -> tuple:
         result = self._step()
@@ -120,6 +129,7 @@ class LiveState:
     def _agree(self, skipped: bool) -> None:
         after = self.progress.after_step(self.optimizer, skipped)
         self._ready, self._skipped = after, skipped
+        faults.point("commit")
         wants = self._member.wants_boundary
         said = [after.step, wants & 1, wants >> 1, *self._losses.pairs()]
         votes = torch.tensor(said, dtype=torch.float64, device=torch.cuda.current_device())
@@ -141,7 +151,8 @@ class LiveState:
 
     def leave(self) -> OldState:
         """Returns what must outlive the generation. The model may be torn down afterwards."""
-        # Gone from memory only when nothing of a half-run step refers to them.
+        for layer, expert, kind, state in self.staged():
+            self.extra.add(expert_key(layer, expert, kind), 0, state)
         in_step = self._before is not None
         now = merged(buffers(self.model), random_state()).copied()
         is_whole = self._agreed or not in_step

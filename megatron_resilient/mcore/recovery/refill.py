@@ -20,7 +20,7 @@ from megatron_resilient.comm.pieces import exchange
 from megatron_resilient.elastic.world import World
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.optimizer_state import tag_shared
-from megatron_resilient.mcore.recovery import arrays
+from megatron_resilient.mcore.recovery import arrays, faults
 from megatron_resilient.mcore.recovery.arrays import Arrays, expert_of
 from megatron_resilient.mcore.recovery.old_state import OldState, prepare_moments
 from megatron_resilient.mcore.replicas import plan, ranks_per_node, replicated_layers
@@ -111,6 +111,7 @@ def carry_out(
     Returns:
         Bytes that this rank sent.
     """
+    faults.point("refill")
     kept = old.arrays() if old else Arrays()
     target = _to_fill(model, optimizer, refill.counts)
     sent = exchange(refill.plan.copies, kept.store, target.store)

@@ -11,11 +11,12 @@ from torch.distributed import distributed_c10d
 
 from megatron_resilient import plugin
 from megatron_resilient.elastic import fenced_wait
+from megatron_resilient.elastic.faults import FaultInjector, parse_faults
 from megatron_resilient.elastic.graveyard import retire
 from megatron_resilient.elastic.member import Fenced, Member, World
 from megatron_resilient.elastic.sockets import cut_sockets, tcp_inodes
 from megatron_resilient.errors import ResilientError
-from megatron_resilient.mcore.recovery import report
+from megatron_resilient.mcore.recovery import faults, report
 from megatron_resilient.mcore.recovery.live_state import LiveState, forget_error
 from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.reset import reset_megatron
@@ -84,13 +85,15 @@ class Session:
                 self.member.finish(0)
                 return
 
-    def join(self, grid: list[int], settings: dict[str, Any]) -> World:
+    def join(self, grid: list[int], settings: dict[str, Any], fault_flag: str | None) -> World:
         """Waits for a seat in the next generation and takes it.
 
         Args:
             grid: sizes that stay: [tensor, context, pipeline].
             settings: must be equal in all processes.
+            fault_flag: what `--resilient-fault` says.
         """
+        wanted_faults = parse_faults(fault_flag)
         self.clock["ready"] = time.time()
         state = self.old.to_json() if self.old else {}
         generation = self.world.generation if self.world else 0
@@ -98,6 +101,10 @@ class Session:
         self._older_sockets = tcp_inodes()
         self.world = self.member.next_world(state, settings)
         self.clock["formed"] = time.time()
+        began = self.world.times.get("started", self.world.times["formed"])
+        seat = self.world.seats[self.world.rank]
+        faults.install(FaultInjector(wanted_faults, seat.node, seat.local_rank, began))
+        faults.point("recovery")
         self._settle_step()
         os.environ.update(
             RANK=str(self.world.rank),

@@ -9,7 +9,7 @@ from megatron.training import get_args
 
 from megatron_resilient.elastic.messages import SAVE_AND_END
 from megatron_resilient.errors import CoordinatorLostError, ResilientError
-from megatron_resilient.mcore.recovery import hand_over
+from megatron_resilient.mcore.recovery import faults, hand_over
 from megatron_resilient.mcore.recovery.live_state import LiveState
 from megatron_resilient.mcore.recovery.session import Boundary, Session
 
@@ -34,7 +34,9 @@ def train_step(
     if live.asked:
         _change(session, live)
     live.begin_step()
+    faults.point("begin")
     arguments = list(args)
+    arguments[0] = faults.in_microbatches(arguments[0])
     forward_backward = 6  # its place among train_step's arguments
     arguments[forward_backward] = live.watch_losses(arguments[forward_backward])
     result = original(*arguments, **kwargs)
@@ -64,6 +66,7 @@ def _change(session: Session, live: LiveState) -> None:
     everybody = hand_over.carry_out(session.member, live)
     if everybody:
         raise save_and_end(live, "all nodes leave", SystemExit)
+    faults.point("leaving")
     raise Boundary
 
 
