@@ -1,12 +1,13 @@
 """The training state of a generation that lives, and the one place where a step commits."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from torch import nn
 
 from megatron_resilient.elastic.member import Member
@@ -14,6 +15,7 @@ from megatron_resilient.errors import PlanMismatchError
 from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
+    Owned,
     buffers,
     coordinate,
     everything,
@@ -21,7 +23,9 @@ from megatron_resilient.mcore.recovery.arrays import (
     merged,
     owned,
     random_state,
+    stepped,
 )
+from megatron_resilient.mcore.recovery.mirror import Mirror, dense_shards, guardian_shift
 from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.recovery.outcome import Outcome, StepLosses
 from megatron_resilient.mcore.recovery.progress import Progress
@@ -66,6 +70,7 @@ class LiveState:
         self.outcome: Outcome | None = None
         self.extra = Arrays()
         self.staged: Callable[[], list[tuple[int, int, str, dict[str, torch.Tensor]]]] = list
+        self._mirror: Mirror | None = None
         self._member = member
         self._coordinate = coordinate()
         self._before: Arrays | None = None  # buffers and random streams as the step began
@@ -114,9 +119,13 @@ class LiveState:
         self._ready = None
 
     def _agree_and_update(self) -> bool:
+        if self._mirror is not None:
+            self._mirror.send_gradients()
         self._agree(skipped=False)
         faults.point("committed")
         success = self._update()
+        if self._mirror is not None:
+            self._mirror.update()
         faults.point("updated")
         return success
 
@@ -145,9 +154,30 @@ class LiveState:
         self.progress, self._ready = after, None
         self.outcome = Outcome(self._losses.means(losses), skipped)
 
+    def mirror_shards(self, nodes: Sequence[str]) -> bool:
+        """Has dense optimizer shards kept twice from now on. Collective over all ranks.
+
+        Args:
+            nodes: node of every rank of the world.
+
+        Returns:
+            Whether every shard has a guardian on another node.
+        """
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        shift = guardian_shift([nodes[rank] for rank in dist.get_process_group_ranks(group)])
+        if shift is None:
+            return False
+        self._mirror = Mirror(dense_shards(self.model, self.optimizer), shift)
+        for inner in self._mirror.optimizers:
+            inner.register_step_post_hook(self._note_step)
+        return True
+
     def arrays(self) -> Arrays:
         """Returns all state, between two steps."""
-        return everything(self.model, self.optimizer)
+        return merged(everything(self.model, self.optimizer), stepped(self._guarded()))
+
+    def _guarded(self) -> list[Owned]:
+        return self._mirror.owned if self._mirror else []
 
     def leave(self) -> OldState:
         """Returns what must outlive the generation. The model may be torn down afterwards."""
@@ -159,7 +189,7 @@ class LiveState:
         others = now if is_whole or self._before is None else self._before
         return OldState(
             progress=self.progress,
-            owned=owned(self.model, self.optimizer),
+            owned=[*owned(self.model, self.optimizer), *self._guarded()],
             others=others,
             ready=self._ready,
             pending=[o for o in self._inner_optimizers() if id(o) not in self._made],

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.training import get_args
 from torch.distributed import distributed_c10d
 
 from megatron_resilient import plugin
+from megatron_resilient.config import config_from_args
 from megatron_resilient.elastic import fenced_wait
 from megatron_resilient.elastic.faults import FaultInjector, parse_faults
 from megatron_resilient.elastic.graveyard import retire
@@ -126,12 +128,33 @@ class Session:
         live = LiveState(self.member, *built)
         if rejoined is not None:
             live.resume_from(rejoined)
+        self._mirror(live, rejoined is None)
         self.live = live
         # What was kept may be another rank's only source until all are complete.
         dist.barrier()
         self.old = None
         self.clock["filled"] = time.time()
         self._rejoined = rejoined
+
+    def _mirror(self, live: LiveState, is_start: bool) -> None:
+        """Keeps shards of the distributed optimizer twice, or says what a loss would cost."""
+        options = get_args()
+        if not options.use_distributed_optimizer:
+            return
+        assert self.world is not None
+        nodes = [seat.node for seat in self.world.seats]
+        if config_from_args(options).elastic.mirror:
+            if live.mirror_shards(nodes):
+                return
+            why = "no rank on another node can guard them"
+        else:
+            why = "--no-resilient-mirror"
+        if is_start and self.world.rank == 0:
+            print(
+                f"dense optimizer shards are kept once ({why}): the loss of a node sends the run "
+                "back to its newest checkpoint",
+                flush=True,
+            )
 
     def newest(self) -> dict[str, Any] | None:
         """Returns what the rank that has come farthest said of itself; None if none has state."""
