@@ -20,7 +20,7 @@ def reset_megatron(model_chunks: Iterable[nn.Module] = ()) -> None:
         model_chunks: the DDP-wrapped chunks that `setup_model_and_optimizer` returned.
     """
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training import training
+    from megatron.training import global_vars, training
 
     from megatron_resilient.mcore import train_hooks
 
@@ -30,6 +30,9 @@ def reset_megatron(model_chunks: Iterable[nn.Module] = ()) -> None:
         # DDP: a cycle through C++ that the garbage collector cannot see.
         chunk.__dict__.clear()
     _release_autograd_queue()
+    writer = global_vars.get_tensorboard_writer()
+    if writer is not None:
+        writer.close()
     destroy_moe_metrics_tracker()
     training.destroy_global_state()
     _forget_startup(training._STARTUP_TIMESTAMPS)

@@ -161,6 +161,10 @@ class RunRecord:
             _plot("moe/rebalance_imbalance_before", move.imbalance_before, self.step)
             _plot("moe/rebalance_imbalance_after", move.imbalance_after, self.step)
 
+    def plot(self, name: str, value: float) -> None:
+        """Draws one value at the current step in TensorBoard and W&B, where they are on."""
+        _plot(name, value, self.step)
+
     def evaluated(self, losses: dict[str, torch.Tensor]) -> None:
         """Records the losses of an evaluation after the current step."""
         if self.speaks:

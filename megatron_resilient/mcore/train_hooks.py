@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
@@ -84,21 +85,22 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
 def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Runs one training step and records it, unless it ends training before the optimizer steps."""
     start = time.perf_counter()
-    elastic = session.current()
-    if elastic is not None and elastic.live is not None:
-        result = steps.train_step(elastic, partial(uneven.train_step, original), *args, **kwargs)
+    elastic, replayed = session.current(), None
+    if elastic is not None:
+        inner = partial(uneven.train_step, original)
+        result, replayed = steps.train_step(elastic, inner, *args, **kwargs)
     else:
         result = uneven.train_step(original, *args, **kwargs)
-    seconds = time.perf_counter() - start
+    seconds = replayed.seconds if replayed else time.perf_counter() - start
     should_exit = result[3]
     if _record is not None and not should_exit:
         # Steps may have been skipped in between (--iterations-to-skip): they never come here.
         _record.step = kwargs.get("iteration", _record.step)
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
         _record.after_step(seconds, result, _learning_rate(optimizer))
-        if _replicas is not None:
+        if _replicas is not None and replayed is None:
             _replicas.after_step(_record, seconds)
-        if elastic is not None and elastic.live is not None:
+        if elastic is not None:
             steps.recorded(elastic, _record, _replicas.rebalancer.loads if _replicas else {})
     return result
 
@@ -196,9 +198,7 @@ def _iteration_folder(folder: str, iteration: int) -> str:
 
 
 def _check_same_patches() -> None:
-    digests: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(digests, apply.applied_digest())
-    apply.check_same_digest([str(digest) for digest in digests])
+    apply.check_same_digest(gather_json(apply.applied_digest()))
 
 
 def _learning_rate(optimizer: Any) -> float | None:

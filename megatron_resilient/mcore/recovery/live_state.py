@@ -1,5 +1,6 @@
 """The training state of a generation that lives, and the one place where a step commits."""
 
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -78,6 +79,7 @@ class LiveState:
         self._skipped = False
         self._made: set[int] = set()  # inner optimizers that made the step
         self._agreed = False
+        self._step_began = 0.0
         self._losses = StepLosses()
         self._update = optimizer.step_with_ready_grads
         self._step = optimizer.step
@@ -95,6 +97,7 @@ class LiveState:
 
     def begin_step(self) -> None:
         """To be called before each step: what a step changes before it commits is set aside."""
+        self._step_began = time.perf_counter()
         faults.at_step(self.progress.step + 1)
         self._before = merged(buffers(self.model), random_state()).copied()
         self.progress = self.progress.with_evaluations()
@@ -152,7 +155,9 @@ class LiveState:
         self.asked = bool(change) | bool(end) << 1
         self._agreed = True
         self.progress, self._ready = after, None
-        self.outcome = Outcome(self._losses.means(losses), skipped)
+        self.outcome = Outcome(
+            self._losses.means(losses), skipped, time.perf_counter() - self._step_began
+        )
 
     def mirror_shards(self, nodes: Sequence[str]) -> bool:
         """Has dense optimizer shards kept twice from now on. Collective over all ranks.

@@ -21,10 +21,12 @@ class Outcome:
     Attributes:
         losses: by name; empty on ranks before the last pipeline stage.
         skipped: whether the update was left out.
+        seconds: from the beginning of the step to its commit.
     """
 
     losses: dict[str, float]
     skipped: bool
+    seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields by name."""

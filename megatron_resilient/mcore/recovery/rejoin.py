@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:
         if seat.state.get("step") == newest["step"] and seat.state.get("outcome")
     ]
     best = max(told, key=lambda outcome: len(outcome.losses))
-    return best if mpu.is_pipeline_last_stage() else Outcome({}, best.skipped)
+    return best if mpu.is_pipeline_last_stage() else replace(best, losses={})
 
 
 def _load(session: Session, built: Built, planned: refill.Refill) -> int:

@@ -49,6 +49,8 @@ def tell(session: Any, rejoined: Rejoined, record: Any) -> None:
     if not record.speaks:
         return
     record.write("recovery", **facts)
+    record.plot("resilient/recovery_seconds", sum(seconds.values()))
+    record.plot("resilient/world_size", len(world.seats))
     print(line(rejoined.step, facts), flush=True)
 
 

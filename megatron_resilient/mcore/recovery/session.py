@@ -1,5 +1,6 @@
 """One process's way through the generations of a job: leave a world, wait, join the next one."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -70,6 +71,9 @@ class Session:
         """
         global _session
         _session = self
+        # Megatron's modules are there for good; collections after a recovery need not walk them.
+        gc.collect()
+        gc.freeze()
         while True:
             try:
                 main()

@@ -8,16 +8,20 @@ from megatron.core.num_microbatches_calculator import get_current_running_global
 from megatron.training import get_args
 
 from megatron_resilient.elastic.messages import SAVE_AND_END
-from megatron_resilient.errors import CoordinatorLostError, ResilientError
+from megatron_resilient.errors import CoordinatorLostError, ResilientError, TooFewNodesError
 from megatron_resilient.mcore.recovery import faults, hand_over
 from megatron_resilient.mcore.recovery.live_state import LiveState
+from megatron_resilient.mcore.recovery.outcome import Outcome
 from megatron_resilient.mcore.recovery.session import Boundary, Session
 
 
 def train_step(
     session: Session, original: Callable[..., tuple], *args: Any, **kwargs: Any
-) -> tuple:
+) -> tuple[tuple, Outcome | None]:
     """Runs Megatron's `train_step`, or brings back what came of a step that is done already.
+
+    Returns:
+        (what train_step returns, the outcome that was brought back or None).
 
     Raises:
         Boundary: the membership changes here.
@@ -26,11 +30,13 @@ def train_step(
     live = session.live
     assert live is not None
     session.member.check()
+    if session.world is not None and session.world.final:
+        raise save_and_end(live, "too few nodes are left", TooFewNodesError)
     if live.replay is not None:
         outcome, live.replay = live.replay, None
         # Megatron adds the step's samples after it; they are counted already.
         get_args().consumed_train_samples -= get_current_running_global_batch_size()
-        return outcome.as_train_step(torch.cuda.current_device())
+        return outcome.as_train_step(torch.cuda.current_device()), outcome
     if live.asked:
         _change(session, live)
     live.begin_step()
@@ -41,7 +47,7 @@ def train_step(
     arguments[forward_backward] = live.watch_losses(arguments[forward_backward])
     result = original(*arguments, **kwargs)
     live.end_step()
-    return result
+    return result, None
 
 
 def recorded(session: Session, record: Any, loads: dict[int, list[int]]) -> None:
