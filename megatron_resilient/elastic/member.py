@@ -113,6 +113,11 @@ class Member:
         return self._environment.node
 
     @property
+    def min_nodes(self) -> int:
+        """The fewest nodes that may train; from --nnodes."""
+        return self._environment.min_nodes
+
+    @property
     def world(self) -> World | None:
         """The world that `next_world` returned last."""
         return self._world
@@ -302,9 +307,10 @@ class Member:
             if isinstance(order, Fence):
                 self._fence(order.generation, order.cause)
             elif isinstance(order, Seated):
-                self._offered = order
-                self._bits, self._leaving = 0, ()
-                self._changed.notify_all()
+                if self._world is None or order.generation > self._world.generation:
+                    self._offered = order
+                    self._bits, self._leaving = 0, ()
+                    self._changed.notify_all()
             elif isinstance(order, BoundaryOrder):
                 self._bits, self._leaving = order.bits, order.leaving
             elif isinstance(order, Exit):
@@ -370,7 +376,7 @@ class Member:
         os._exit((over.code if isinstance(over, Exit) else 1) or 1)
 
     def _hello(self) -> Hello:
-        world = self._world
+        world: Any = self._world
         return Hello(
             role=WORKER,
             node=self._environment.node,
@@ -378,7 +384,14 @@ class Member:
             local_rank=self._environment.local_rank,
             local_world=self._environment.local_world,
             pid=os.getpid(),
-            world=HeldWorld(world.generation, world.seats, self._step()) if world else None,
+            world=world
+            and HeldWorld(
+                generation=world.generation,
+                formed=world.times["formed"],
+                seats=world.seats,
+                step=self._step(),
+                training=not (self._stop or self._waiting),
+            ),
         )
 
     def _step(self) -> int:
