@@ -127,6 +127,10 @@ class Connection:
         """Returns the socket's descriptor, for `select`. Lines may be buffered: see `receive`."""
         return self._socket.fileno()
 
+    def abandon(self) -> None:
+        """Closes the descriptor, but not the connection: a forked child leaves it to its parent."""
+        self._socket.close()
+
     def close(self) -> None:
         """Closes the connection; a thread that waits in `receive` gets a ConnectionError."""
         try:
