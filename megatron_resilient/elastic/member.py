@@ -263,6 +263,8 @@ class Member:
             with self._changed:
                 self._end(ResilientError("the watchdog thread failed; see its traceback above"))
             raise
+        finally:
+            self._link.close()
 
     def _loop(self) -> None:
         environment = self._environment
@@ -283,7 +285,6 @@ class Member:
                     self._outbox = list(self._standing)
             self._flush()
             if self._closing:
-                self._link.close()
                 return
             self._busy.sample()
             if now >= next_beat:
