@@ -15,6 +15,7 @@ from megatron_resilient.elastic.messages import Beat, Hello, Leave, Stop, Worker
 from megatron_resilient.elastic.node_id import default_node_id
 from megatron_resilient.errors import ConfigError
 from tests.support.fake_coordinator import PATIENCE_SECONDS, FakeCoordinator
+from tests.support.processes import gone, until
 
 ROOT = Path(__file__).parents[2]
 SLEEP = "import time; time.sleep(60)"
@@ -64,21 +65,6 @@ def started(agent):
         if "started workers" in line:
             return [int(pid) for pid in line.rpartition("workers ")[2].split()]
     raise AssertionError("the agent has ended")
-
-
-def gone(pid):
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-            return stat.read().rpartition(") ")[2].startswith("Z")
-    except FileNotFoundError:
-        return True
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @WAYS
