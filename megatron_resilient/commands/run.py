@@ -6,8 +6,10 @@ step, its state handed over first.
 """
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,7 +142,16 @@ def _coordinator_command(args: argparse.Namespace, port: int, nodes: int) -> tup
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--nnodes", f"{low}:{high or nodes}"),
         *Limits.from_args(args).flags(),
+        *_run_dir(args.arguments),
     )
+
+
+def _run_dir(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Has the coordinator write its events where the training writes its own."""
+    flag = "--resilient-run-dir"
+    values = [after for before, after in itertools.pairwise(arguments) if before == flag]
+    values += [one.partition("=")[2] for one in arguments if one.startswith(f"{flag}=")]
+    return ("--run-dir", values[-1]) if values else ()
 
 
 def _default_range(args: argparse.Namespace) -> tuple[int, int | None]:

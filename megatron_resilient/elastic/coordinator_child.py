@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from megatron_resilient.elastic import child
 from megatron_resilient.elastic.protocol import TOKEN_VARIABLE
 
-_PAUSE_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 10.0
 _END_SECONDS = 2.0
+_FOR_GOOD = (0, 2)  # training is done; it cannot run as it was told to
 
 
 class CoordinatorChild:
@@ -26,6 +28,8 @@ class CoordinatorChild:
         self._token = token
         self._pid: int | None = None
         self._again_at = 0.0
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._ended = ""
         self._status: int | None = None
         self._start()
 
@@ -33,8 +37,8 @@ class CoordinatorChild:
         """Looks after it; to be called often.
 
         Returns:
-            None while it runs or is started again after a signal ended it; else its exit status: it
-            has ended the job, or cannot run.
+            None while it runs or is about to be started again: killed, or failed, or it ended a job
+            whose nodes will end too. Else its exit status: training is done, or it cannot run.
         """
         if self._status is not None:
             return self._status
@@ -43,12 +47,16 @@ class CoordinatorChild:
             if status is None:
                 return None
             self._pid = None
-            if status >= 0:
+            if status in _FOR_GOOD:
                 self._status = status
                 return status
-            self._again_at = time.monotonic() + _PAUSE_SECONDS
+            self._ended = (
+                f"was ended by signal {-status}" if status < 0 else f"exited with {status}"
+            )
+            self._again_at = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
         if time.monotonic() >= self._again_at:
-            print("the coordinator was killed: starting it again", file=sys.stderr, flush=True)
+            print(f"the coordinator {self._ended}: starting it again", file=sys.stderr, flush=True)
             self._start()
         return None
 
@@ -67,4 +75,4 @@ class CoordinatorChild:
 
     def _start(self) -> None:
         environment = os.environ | {TOKEN_VARIABLE: self._token.decode()}
-        self._pid = child.fork(lambda: child.execute(self._command, environment))
+        self._pid = child.fork(lambda: child.execute(self._command, environment), stdout=2)

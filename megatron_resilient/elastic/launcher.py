@@ -190,7 +190,7 @@ class _Job:
         if self._give_up_at is None:
             wait = 0.0 if status == _WRONG_USAGE else self._settings.nodes[0].limits.fence_timeout
             self._give_up_at = now + wait + _COORDINATOR_END_SECONDS
-        return status or 1 if now > self._give_up_at else None
+        return status if now > self._give_up_at else None
 
     def _status(self) -> int:
         if self._finished:
