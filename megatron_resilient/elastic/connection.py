@@ -72,7 +72,7 @@ class Connection:
             connection.send(signed)
             welcome = connection._await_answer(deadline, address)
             if isinstance(welcome, Refused):
-                raise RefusedError(f"{address} refuses node {hello.node!r}: {welcome.error}")
+                raise RefusedError(f"{address} refuses this {hello.role}: {welcome.error}")
             if not isinstance(welcome, Welcome):
                 raise ProtocolError(f"{address} answers a hello with {welcome.TYPE!r}")
             if not hmac.compare_digest(welcome.mac, welcome_mac(signed, token)):
