@@ -13,7 +13,17 @@ from megatron_resilient import __version__
 from megatron_resilient.errors import ResilientError
 
 PROGRAM = "megatron-resilient"
-COMMANDS = ("doctor", "patches", "plan", "prepare-data", "report")
+COMMANDS = (
+    "coordinator",
+    "doctor",
+    "leave",
+    "patches",
+    "plan",
+    "prepare-data",
+    "report",
+    "run",
+    "status",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

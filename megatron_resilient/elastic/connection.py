@@ -72,7 +72,7 @@ class Connection:
             connection.send(signed)
             welcome = connection._await_answer(deadline, address)
             if isinstance(welcome, Refused):
-                raise RefusedError(f"{address} refuses node {hello.node!r}: {welcome.error}")
+                raise RefusedError(f"{address} refuses this {hello.role}: {welcome.error}")
             if not isinstance(welcome, Welcome):
                 raise ProtocolError(f"{address} answers a hello with {welcome.TYPE!r}")
             if not hmac.compare_digest(welcome.mac, welcome_mac(signed, token)):
@@ -126,6 +126,10 @@ class Connection:
     def fileno(self) -> int:
         """Returns the socket's descriptor, for `select`. Lines may be buffered: see `receive`."""
         return self._socket.fileno()
+
+    def abandon(self) -> None:
+        """Closes the descriptor, but not the connection: a forked child leaves it to its parent."""
+        self._socket.close()
 
     def close(self) -> None:
         """Closes the connection; a thread that waits in `receive` gets a ConnectionError."""

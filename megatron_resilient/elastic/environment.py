@@ -10,6 +10,7 @@ from megatron_resilient.errors import ConfigError
 
 COORDINATOR = "MEGATRON_RESILIENT_COORDINATOR"
 NODE = "MEGATRON_RESILIENT_NODE"
+MIN_NODES = "MEGATRON_RESILIENT_MIN_NODES"
 HEARTBEAT = "MEGATRON_RESILIENT_HEARTBEAT"
 FENCE_TIMEOUT = "MEGATRON_RESILIENT_FENCE_TIMEOUT"
 COORDINATOR_TIMEOUT = "MEGATRON_RESILIENT_COORDINATOR_TIMEOUT"
@@ -26,6 +27,7 @@ class WorkerEnvironment:
         node: id of this node.
         local_rank: this process's number on its node.
         local_world: processes of the node.
+        min_nodes: the fewest nodes that may train.
         heartbeat_interval: seconds between two signs of life.
         heartbeat_timeout: silence in seconds after which a process is no longer a member.
         fence_timeout: seconds that a process has to leave a generation that is over.
@@ -38,6 +40,7 @@ class WorkerEnvironment:
     node: str
     local_rank: int
     local_world: int
+    min_nodes: int
     heartbeat_interval: float
     heartbeat_timeout: float
     fence_timeout: float
@@ -62,6 +65,7 @@ class WorkerEnvironment:
                 node=environ[NODE],
                 local_rank=int(environ["LOCAL_RANK"]),
                 local_world=int(environ["LOCAL_WORLD_SIZE"]),
+                min_nodes=int(environ.get(MIN_NODES, "1")),
                 heartbeat_interval=float(interval),
                 heartbeat_timeout=float(timeout),
                 fence_timeout=float(environ.get(FENCE_TIMEOUT, "30")),
@@ -85,6 +89,7 @@ class WorkerEnvironment:
             NODE: self.node,
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world),
+            MIN_NODES: str(self.min_nodes),
             HEARTBEAT: f"{self.heartbeat_interval:g}:{self.heartbeat_timeout:g}",
             FENCE_TIMEOUT: f"{self.fence_timeout:g}",
             COORDINATOR_TIMEOUT: f"{self.coordinator_timeout:g}",

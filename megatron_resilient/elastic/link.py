@@ -68,6 +68,11 @@ class Link:
         return self._connection is not None
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether no thread is about to connect: only then may the process fork."""
+        return self._attempt is None
+
+    @property
     def absent_seconds(self) -> float:
         """How long the coordinator has been away; 0 while it is there."""
         return 0.0 if self._connection is not None else time.monotonic() - self._lost_at
@@ -135,6 +140,14 @@ class Link:
             self._lose(error)
             return False
         return True
+
+    def abandon(self) -> None:
+        """Closes our descriptors of the link in a forked child; the parent's go on."""
+        for sock in (self._woken, self._waker):
+            sock.close()
+        if self._connection is not None:
+            self._connection.abandon()
+            self._connection = None
 
     def close(self) -> None:
         """Ends the connection; the link is not used any more."""

@@ -72,6 +72,7 @@ class Member:
         self._cause = ""
         self._world: World | None = None  # the main thread's
         self._offered: World | None = None  # ordered, but not taken up by the main thread yet
+        self._newest: World | None = None  # of all that were offered
         self._fenced_generation = 0
         self._over: Exit | ResilientError | None = None
         self._over_at: float | None = None
@@ -113,6 +114,11 @@ class Member:
         return self._environment.node
 
     @property
+    def min_nodes(self) -> int:
+        """The fewest nodes that may train; from --nnodes."""
+        return self._environment.min_nodes
+
+    @property
     def world(self) -> World | None:
         """The world that `next_world` returned last."""
         return self._world
@@ -148,11 +154,10 @@ class Member:
                 coordinator that stays away, ...
             SystemExit: this process leaves as planned.
         """
-        ready = Ready(state, settings)
         with self._changed:
             self._waiting = True
             self._offered = None
-            self._say(ready)
+            self._say(self._ready(state, settings))
             while self._over is None:
                 world = self._offered
                 if world is not None and world.generation > self._fenced_generation:
@@ -163,7 +168,7 @@ class Member:
                     return world
                 if world is not None:  # it was over before it began
                     self._offered = None
-                    self._say(ready)
+                    self._say(self._ready(state, settings))
                 self._changed.wait()
             self._raise()
 
@@ -219,6 +224,9 @@ class Member:
         self._outbox.append(message)
         self._link.wake()
 
+    def _ready(self, state: dict[str, Any], settings: dict[str, Any]) -> Ready:
+        return Ready(state, settings, self._newest.generation if self._newest else 0)
+
     def _fence(self, generation: int, cause: str) -> None:
         self._fenced_generation = max(self._fenced_generation, generation)
         world = self._world
@@ -258,6 +266,8 @@ class Member:
             with self._changed:
                 self._end(ResilientError("the watchdog thread failed; see its traceback above"))
             raise
+        finally:
+            self._link.close()
 
     def _loop(self) -> None:
         environment = self._environment
@@ -278,7 +288,6 @@ class Member:
                     self._outbox = list(self._standing)
             self._flush()
             if self._closing:
-                self._link.close()
                 return
             self._busy.sample()
             if now >= next_beat:
@@ -302,9 +311,10 @@ class Member:
             if isinstance(order, Fence):
                 self._fence(order.generation, order.cause)
             elif isinstance(order, Seated):
-                self._offered = order
-                self._bits, self._leaving = 0, ()
-                self._changed.notify_all()
+                if self._newest is None or order.generation > self._newest.generation:
+                    self._newest = self._offered = order
+                    self._bits, self._leaving = 0, ()
+                    self._changed.notify_all()
             elif isinstance(order, BoundaryOrder):
                 self._bits, self._leaving = order.bits, order.leaving
             elif isinstance(order, Exit):
@@ -370,7 +380,20 @@ class Member:
         os._exit((over.code if isinstance(over, Exit) else 1) or 1)
 
     def _hello(self) -> Hello:
-        world = self._world
+        with self._changed:
+            world, step = self._newest, self._step()
+            if world is None:
+                held = None
+            else:
+                taken = world is self._world
+                over = self._waiting or self._stop if taken else self._offered is None
+                held = HeldWorld(
+                    generation=world.generation,
+                    formed=world.times["formed"],
+                    seats=world.seats,
+                    step=step,
+                    training=not over and world.generation > self._fenced_generation,
+                )
         return Hello(
             role=WORKER,
             node=self._environment.node,
@@ -378,7 +401,7 @@ class Member:
             local_rank=self._environment.local_rank,
             local_world=self._environment.local_world,
             pid=os.getpid(),
-            world=HeldWorld(world.generation, world.seats, self._step()) if world else None,
+            world=held,
         )
 
     def _step(self) -> int:

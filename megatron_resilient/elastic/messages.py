@@ -34,7 +34,7 @@ class Hello:
         local_rank: A worker's number on its node, from 0.
         local_world: How many workers the node has.
         pid: Process id, for people.
-        world: The generation that a worker is in; None for none.
+        world: The newest generation in which a worker was given a seat; None for none.
         nonce: Chosen by the client: the server's proof covers it.
         mac: HMAC-SHA256 of the challenge and all other fields.
     """
@@ -72,11 +72,19 @@ class Ready:
     """Worker: my main thread is out of any generation, has this state, and waits for a seat.
 
     To be sent again after a reconnect, as long as it waits.
+
+    Attributes:
+        state: What the process holds; goes into its seat.
+        settings: What must be equal in all processes.
+        after: The newest generation in which it was given a seat, whether it took it or not; 0 for
+            none. It tells a `ready` that crosses a `world` from one that comes after it. None: not
+            said, and taken to be the latest.
     """
 
     TYPE: ClassVar[str] = "ready"
     state: dict[str, Any]
     settings: dict[str, Any]
+    after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -220,10 +228,15 @@ class WhereQuery:
 
 @dataclass(frozen=True)
 class Stop:
-    """Server to an agent: end your workers and then yourself."""
+    """Server to an agent: end your workers and then yourself, with that exit code.
+
+    Attributes:
+        message: Why, if it is an error.
+    """
 
     TYPE: ClassVar[str] = "stop"
     code: int
+    message: str = ""
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ def assign_seats(
 
     A process keeps its coordinate as long as that has seats. Survivors come before those that are
     new, and the newest step before older ones. Rank 0 is a survivor with the newest step, unless
-    each of those is needed at another coordinate or rank 0's is full. In a stage, ranks follow the nodes, and
-    a tensor-parallel group stays inside a node where the coordinates allow it.
+    each of those is needed at another coordinate or rank 0's is full. In a stage, ranks follow the
+    nodes, and a tensor-parallel group stays inside a node where the coordinates allow it.
 
     Args:
         candidates: Processes of different (node, local rank).

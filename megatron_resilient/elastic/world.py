@@ -57,10 +57,15 @@ class HeldWorld:
 
     Attributes:
         generation: its number.
+        formed: when it was formed, in seconds since 1970: tells it from one of the same number that
+            another coordinator formed.
         seats: the processes by rank.
         step: the newest committed step of the member that says so.
+        training: whether the member is in it still; if not, it waits for the next one.
     """
 
     generation: int
+    formed: float
     seats: tuple[Seat, ...]
     step: int
+    training: bool

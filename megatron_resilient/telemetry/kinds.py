@@ -214,6 +214,15 @@ _KINDS = (
         ),
     ),
     EventKind(
+        "straggler",
+        "a node is alive but slow: the others wait for it; written when it is noticed",
+        (
+            Field("member", "text", "the node", required=True),
+            Field("busy", "finite number", "its share of time outside collectives, 0 to 1"),
+            Field("median_busy", "finite number", "the median of that share over the nodes"),
+        ),
+    ),
+    EventKind(
         "placement",
         "where the experts of a layer are from now on",
         (

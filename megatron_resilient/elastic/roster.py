@@ -1,0 +1,79 @@
+"""What the coordinator knows of each process."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_resilient.elastic.messages import Hello, Ready
+
+Slot = tuple[str, int]  # a node and a local rank on it
+
+
+@dataclass(eq=False)
+class Process:
+    """A worker.
+
+    Attributes:
+        hello: Its latest hello.
+        key: Its connection; None while it has none.
+        host: The coordinator's own address on that connection.
+        heard: When it was last heard of; all times are the coordinator's clock.
+        lost_at: When its connection broke; None while it has one.
+        proven: That connection was closed by its machine, and did not just fall silent.
+        arrived: When its first hello, or its first `ready`, came.
+        member: It has a seat in the latest generation.
+        ready: Its latest `ready`; None when it is seated.
+        seated_on: The connection on which it was given its seat.
+        paused: It stands at the boundary that was asked for.
+        finished: Exit code with which it said, or its agent said, that it is done.
+        progress: Its counter of progress.
+        report: Its latest facts.
+        busy: Busy shares of the current window.
+        in_collective: Its answer to "where are you?"; None: not asked, or not answered.
+        at: The place that it gave.
+    """
+
+    hello: Hello
+    key: int | None
+    host: str
+    heard: float
+    arrived: float
+    lost_at: float | None = None
+    proven: bool = True
+    member: bool = False
+    ready: Ready | None = None
+    seated_on: int | None = None
+    paused: bool = False
+    finished: int | None = None
+    progress: int = -1
+    report: dict[str, Any] = field(default_factory=dict)
+    busy: list[float] = field(default_factory=list)
+    in_collective: bool | None = None
+    at: str = ""
+
+    @property
+    def node(self) -> str:
+        """The node that it runs on."""
+        return self.hello.node
+
+    @property
+    def slot(self) -> Slot:
+        """Its node and its number there."""
+        return self.hello.node, self.hello.local_rank
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be given a seat."""
+        return self.ready is not None and self.key is not None and self.finished is None
+
+
+@dataclass(eq=False)
+class Agent:
+    """The agent of a node; attributes as in `Process`."""
+
+    hello: Hello
+    key: int | None
+    heard: float
+
+    def answers(self, now: float, within: float) -> bool:
+        """Tells whether it is there and was heard of within so many seconds."""
+        return self.key is not None and now - self.heard <= within

@@ -1,0 +1,420 @@
+"""Membership: what must hold whatever happens, and each rule by itself."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_resilient.elastic.membership import Membership
+from megatron_resilient.elastic.messages import CLIENT, WORKER, Hello, Leave, Ready, StatusQuery
+from megatron_resilient.elastic.orders import Send
+from megatron_resilient.elastic.rules import Rules
+from megatron_resilient.errors import ProtocolError
+from tests.support.fake_job import LIMITS, FakeJob
+
+
+def nodes(world):
+    return [seat.node for seat in world.seats]
+
+
+def trains(job, *names):
+    """A condition: exactly these nodes train, in one generation."""
+    return lambda: [set(nodes(world)) for world in job.complete_generations()] == [set(names)]
+
+
+def started(count=4, **options):
+    job = FakeJob(count, **options)
+    job.run_until(trains(job, *(f"n{i}" for i in range(count))))
+    return job
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                "kill worker",
+                "kill node",
+                "stop",
+                "continue",
+                "cut",
+                "heal",
+                "evidence",
+                "break",
+                "start",
+                "leave",
+                "stick",
+                "restart coordinator",
+            ]
+        ),
+        st.integers(0, 4),
+        st.floats(0.0, 4.0),
+    ),
+    max_size=12,
+)
+
+
+def act(job, what, number):
+    node = f"n{number}"
+    there = job.of(node)
+    if what == "start":
+        job.start_node(node)
+    elif what == "restart coordinator":
+        job.restart_coordinator()
+    elif node not in job.agents:
+        return
+    elif what == "kill node":
+        job.kill_node(node)
+    elif what == "cut":
+        job.cut_off(node)
+    elif what == "heal":
+        job.heal(node)
+    elif what == "leave":
+        job.leave(node)
+    elif there:
+        worker = there[number % len(there)]
+        if what == "kill worker":
+            job.kill_worker(worker)
+        elif what == "stop":
+            worker.stopped = True
+        elif what == "continue":
+            worker.stopped = False
+        elif what == "evidence":
+            job.evidence(worker)
+        elif what == "break":
+            job.break_connection(worker)
+        elif what == "stick":
+            worker.stuck = True
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    actions=actions,
+    grid=st.sampled_from([(1, 1, 1), (1, 1, 2), (2, 1, 1)]),
+    local_world=st.integers(1, 2),
+    seed=st.integers(0, 999),
+)
+def test_whatever_happens_there_is_one_generation_and_it_goes_on(actions, grid, local_world, seed):
+    # FakeJob asserts at every step that at most one generation can commit a step, that nobody is
+    # seated who has not left its generation, and that no number is given twice to one process.
+    job = FakeJob(4, local_world, grid, seed=seed)
+    for what, number, seconds in actions:
+        act(job, what, number)
+        job.run(seconds)
+    for node in list(job.agents):
+        job.heal(node)
+    for worker in job.workers:
+        worker.stopped = False
+    job.run(30)
+    if job.end is None:
+        left = len(job.alive) // (grid[0] * grid[2]) * grid[0] * grid[2]
+        seated = sum(len(world.seats) for world in job.complete_generations())
+        # Who waits for a seat that it completes no block for stays a spare.
+        assert seated == left, job.machine.describe(job.now)
+
+
+def test_the_start_waits_for_late_ones_within_the_window():
+    job = FakeJob(2)
+    job.run(1.2)
+    job.start_node("n2")
+    job.run_until(lambda: job.complete_generations())
+    assert nodes(job.worlds[1]) == ["n0", "n1", "n2"]
+    assert job.worlds[1].cause == "start"
+    assert job.worlds[1].joined_nodes == ("n0", "n1", "n2")
+    assert [event.fields["member"] for event in job.recorded("member_join")] == ["n0", "n1", "n2"]
+
+
+def test_too_few_nodes_do_not_start():
+    job = FakeJob(2, min_nodes=3)
+    job.run(30)
+    assert not job.worlds
+    job.start_node("n2")
+    job.run_until(trains(job, "n0", "n1", "n2"))
+
+
+def test_a_killed_node_is_gone_in_the_next_generation():
+    job = started()
+    job.kill_node("n0")
+    job.run_until(trains(job, "n1", "n2", "n3"), 3)
+    world = job.worlds[2]
+    assert (world.cause, world.lost_nodes, world.planned) == ("failure", ("n0",), False)
+    assert world.times["evidence"] <= world.times["fence"] <= world.times["formed"]
+    failures = [event for event in job.recorded("failure") if event.fields["failed_nodes"]]
+    assert [event.fields["failed_nodes"] for event in failures] == [["n0"]]
+    assert failures[0].fields["failed_ranks"] == [0]
+
+
+@pytest.mark.parametrize("dead", [1, 2, 3])
+def test_any_number_of_proven_deaths_is_survived(dead):
+    job = started()
+    for number in range(dead):
+        job.kill_node(f"n{number}")
+    job.run_until(trains(job, *(f"n{i}" for i in range(dead, 4))), 5)
+
+
+def test_a_node_of_which_one_worker_died_comes_back_as_a_new_one():
+    job = started(3, local_world=2)
+    job.kill_worker(job.of("n1")[0])
+    job.run_until(trains(job, "n0", "n2"), 3)
+    job.run_until(trains(job, "n0", "n1", "n2"), 10)
+    last = job.worlds[max(job.worlds)]
+    assert (last.cause, last.joined_nodes, last.lost_nodes) == ("join", ("n1",), ())
+
+
+def test_a_zombie_never_returns():
+    job = started()
+    zombie = job.of("n2")[0]
+    zombie.stopped = True
+    job.run_until(trains(job, "n0", "n1", "n3"), 5)
+    zombie.stopped = False
+    job.run_until(lambda: not zombie.alive, 5)
+    assert zombie.told.error == "FencedError"
+    job.run_until(trains(job, "n0", "n1", "n2", "n3"), 10)
+
+
+def test_the_smaller_side_of_a_cut_does_not_train_on():
+    job = started(5)
+    for node in ("n0", "n1", "n2"):
+        job.cut_off(node)
+    job.run(LIMITS.rejoin_timeout - 2)
+    assert max(job.worlds) == 1
+    job.run(10)
+    assert job.end.code == 1
+    assert {
+        worker.told.error for node in ("n3", "n4") for worker in job.workers if worker.node == node
+    } == {"PartitionError"}
+
+
+def test_the_larger_side_of_a_cut_does():
+    job = started(5)
+    for node in ("n0", "n1"):
+        job.cut_off(node)
+    job.run_until(trains(job, "n2", "n3", "n4"), 8)
+    for node in ("n0", "n1"):
+        job.heal(node)
+    job.run_until(trains(job, "n0", "n1", "n2", "n3", "n4"), 20)
+
+
+def test_a_cut_side_that_comes_back_in_time_goes_on_together():
+    job = started(5)
+    for node in ("n0", "n1", "n2"):
+        job.cut_off(node)
+    job.run(5)
+    for node in ("n0", "n1", "n2"):
+        job.heal(node)
+    job.run_until(trains(job, "n0", "n1", "n2", "n3", "n4"), 20)
+
+
+def test_an_exception_of_one_rank_loses_nobody():
+    job = started()
+    job.evidence(job.of("n1")[0])
+    job.run_until(lambda: 2 in job.worlds, 3)
+    assert job.worlds[2].lost_nodes == ()
+    job.run_until(trains(job, "n0", "n1", "n2", "n3"), 3)
+    assert [event.fields["failed_nodes"] for event in job.recorded("failure")] == [[]]
+
+
+def test_a_main_thread_that_does_not_come_out_is_dropped():
+    job = started()
+    job.of("n1")[0].stuck = True
+    job.evidence(job.of("n2")[0])
+    job.run(2)
+    assert max(job.worlds) == 1
+    job.run_until(trains(job, "n0", "n2", "n3"), 5)
+
+
+def test_who_hangs_outside_a_collective_is_dropped():
+    job = started()
+    for worker in job.workers:
+        worker.frozen = True
+    job.of("n3")[0].in_collective = False
+    job.run_until(lambda: 2 in job.worlds, 15)
+    assert nodes(job.worlds[2]) == ["n0", "n1", "n2"]
+
+
+def test_a_collective_that_hangs_for_all_is_done_again_by_all():
+    job = started()
+    for worker in job.workers:
+        worker.frozen = True
+    job.run_until(lambda: 2 in job.worlds, 15)
+    assert nodes(job.worlds[2]) == ["n0", "n1", "n2", "n3"]
+
+
+def test_when_nobody_is_in_a_collective_nobody_is_dropped():
+    job = started()
+    for worker in job.workers:
+        worker.frozen, worker.in_collective = True, False
+    job.run(30)
+    assert max(job.worlds) == 1
+
+
+def test_arrivals_within_the_window_join_together():
+    job = started(2)
+    job.start_node("n2")
+    job.run(0.5)
+    job.start_node("n3")
+    job.run_until(trains(job, "n0", "n1", "n2", "n3"), 10)
+    assert job.worlds[2].joined_nodes == ("n2", "n3")
+    assert job.worlds[2].cause == "join"
+    assert not job.recorded("failure")
+
+
+def test_a_planned_departure_loses_nothing():
+    job = started()
+    leaver = job.of("n0")[0]
+    job.leave("n0")
+    job.run_until(trains(job, "n1", "n2", "n3"), 5)
+    world = job.worlds[2]
+    assert (world.cause, world.lost_nodes, world.planned) == ("leave", ("n0",), True)
+    job.run_until(lambda: not job.agents["n0"].alive, 3)
+    assert leaver.told.code == 0
+    assert job.agents["n0"].code == 0
+    assert not job.recorded("failure")
+    assert [event.fields["member"] for event in job.recorded("member_leave")] == ["n0"]
+
+
+def test_a_leaver_takes_part_in_a_recovery_and_leaves_then():
+    job = started()
+    job.leave("n0")
+    job.kill_node("n1")
+    job.run_until(trains(job, "n2", "n3"), 10)
+    assert any("n0" in nodes(world) for g, world in job.worlds.items() if g > 1)
+    assert job.worlds[max(job.worlds)].planned
+
+
+def test_the_last_node_that_leaves_saves():
+    job = started(1)
+    job.leave("n0")
+    job.run_until(lambda: 2 in job.worlds, 5)
+    assert job.worlds[2].final
+
+
+def test_too_few_nodes_wait_and_then_save():
+    job = started(4, min_nodes=3)
+    job.kill_node("n0")
+    job.kill_node("n1")
+    job.run(8)
+    assert max(job.worlds) == 1
+    job.run_until(lambda: 2 in job.worlds, 10)
+    assert job.worlds[2].final
+    job.run_until(lambda: job.end is not None, 3)
+    assert job.end.code == 1
+    assert "TooFewNodesError" in {event.fields.get("type") for event in job.recorded("error")}
+
+
+def test_too_few_nodes_are_helped_by_a_joiner():
+    job = started(3, min_nodes=3)
+    job.kill_node("n0")
+    job.run(4)
+    job.start_node("n7")
+    job.run_until(trains(job, "n1", "n2", "n7"), 5)
+    assert not job.worlds[2].final
+
+
+def test_training_that_is_done_ends_the_job():
+    job = started(2)
+    for worker in job.alive:
+        job.finish(worker)
+        job.run(0.5)
+    job.run_until(lambda: job.end is not None, 3)
+    assert job.end.code == 0
+
+
+def test_training_goes_on_through_a_restart_of_the_coordinator():
+    job = started()
+    job.restart_coordinator()
+    job.run(5)
+    assert trains(job, "n0", "n1", "n2", "n3")()
+    assert max(job.worlds) == 1
+    job.kill_node("n3")
+    job.run_until(trains(job, "n0", "n1", "n2"), 5)
+
+
+def test_a_node_that_dies_while_the_coordinator_is_away_is_missed():
+    job = started()
+    job.kill_node("n3")
+    job.restart_coordinator()
+    job.run_until(trains(job, "n0", "n1", "n2"), 8)
+
+
+def test_a_coordinator_that_dies_in_a_recovery_is_replaced():
+    for steps in range(12):
+        job = started(seed=steps)
+        job.kill_node("n3")
+        for _ in range(steps):
+            job.step()
+        job.restart_coordinator()
+        job.run_until(trains(job, "n0", "n1", "n2"), 10)
+
+
+def test_a_worker_that_misses_its_world_is_told_again():
+    for seed in range(20):
+        job = FakeJob(3, seed=seed)
+        job.run_until(lambda job=job: job.machine.generation == 1)
+        job.break_connection(job.of("n1")[0])
+        job.run_until(trains(job, "n0", "n1", "n2"), 5)
+        job.run(3)
+        assert max(job.worlds) == 1
+
+
+def test_our_own_standstill_is_nobodys_silence():
+    job = started()
+    job.now += 100
+    job.run(3)
+    assert trains(job, "n0", "n1", "n2", "n3")()
+    assert max(job.worlds) == 1
+
+
+def hello(node, number, role=WORKER):
+    return Hello(role, node if role == WORKER else "", f"process-{number}")
+
+
+def ready(digest="d", grid=(1, 1, 1)):
+    state = {"generation": 0, "step": 0, "coordinate": None, "grid": list(grid)}
+    return Ready(state, {"min_nodes": 1, "flags_digest": digest})
+
+
+def sent(orders, key):
+    return [order.message for order in orders if isinstance(order, Send) and order.key == key]
+
+
+def test_other_settings_are_refused_by_name():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in range(2):
+        machine.connected(0.0, number, hello(f"n{number}", number), "h")
+    machine.received(0.0, 0, ready())
+    told = sent(machine.received(0.0, 1, ready("other")), 1)[0]
+    assert (told.code, told.error) == (2, "RefusedError")
+    assert "n1" in told.message
+    assert "flags_digest" in told.message
+
+
+def test_a_node_id_that_is_taken_is_refused():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 0, hello("n0", 0), "h")
+    told = sent(machine.connected(0.1, 1, hello("n0", 1), "h"), 1)[0]
+    assert (told.code, told.error) == (2, "RefusedError")
+    assert "n0" in told.message
+
+
+def test_what_makes_no_sense_is_a_protocol_error():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 0, hello("n0", 0), "h")
+    for wrong in (ready(grid=(0, 1, 1)), ready(grid=(1, 1)), Leave(), StatusQuery()):
+        with pytest.raises(ProtocolError):
+            machine.received(0.0, 0, wrong)
+    machine.connected(0.0, 1, hello("", 1, CLIENT), "h")
+    with pytest.raises(ProtocolError):
+        machine.received(0.0, 1, ready())
+
+
+def test_the_status_names_members_and_what_they_report():
+    job = started(2)
+    job.run(2)
+    status = job.machine.describe(job.now)
+    assert status["phase"] == "training"
+    assert status["generation"] == 1
+    assert status["step"] > 0
+    assert [node["ranks"] for node in status["nodes"]] == [[0], [1]]
+    assert all(node["role"] == "member" and node["pids"] for node in status["nodes"])
+    job.kill_node("n1")
+    job.run_until(trains(job, "n0"), 5)
+    assert job.machine.describe(job.now)["last_recovery"]["lost_nodes"] == ["n1"]
