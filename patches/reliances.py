@@ -99,6 +99,91 @@ RELIES_ON = (
         ),
     ),
     *_of(
+        "mcore/empty_microbatches.py",
+        (
+            "core.pipeline_parallel.schedules:forward_step",
+            "each model chunk's microbatches come in their order, one call each.",
+        ),
+        (
+            "core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+            "the schedule plan that is made by a call runs before the next call.",
+        ),
+        (
+            "core.pipeline_parallel.schedules:forward_step_calc_loss",
+            "the loss function returns (loss, tokens, logged) or (loss, logged); the first is "
+            "divided by its tokens and the number of microbatches.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter.routing",
+            "losses are attached and biases counted here and nowhere else in the router; "
+            "probabilities have the type of the logits.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter.apply_z_loss",
+            "the name and the group under which it is logged.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss",
+            "the number of the layer under which it is logged.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+            "without dropping, num_out_tokens is top-k times the tokens, whatever the map says.",
+        ),
+        (
+            "core.transformer.multi_token_prediction:process_mtp_loss",
+            "with a mask of zeros there is no loss and nothing is logged.",
+        ),
+    ),
+    *_of(
+        "mcore/uneven.py",
+        (
+            "training.training:train",
+            "the samples of all microbatches are added to consumed_train_samples after train_step.",
+        ),
+        (
+            "core.pipeline_parallel.schedules:_get_moe_loss_scale",
+            "moe_grad_scale_func stands for the loss scale; the result is divided by the number of "
+            "microbatches, unless the loss is per token.",
+        ),
+        (
+            "core.pipeline_parallel.schedules:_get_mtp_loss_scale",
+            "mtp_grad_scale_func stands for the loss scale.",
+        ),
+        (
+            "core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
+            "one scale for all microbatches, set in forward and read in backward passes.",
+        ),
+        (
+            "core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+            "it reports sums over a step, divided by the number of microbatches, and clears them.",
+        ),
+        (
+            "core.transformer.multi_token_prediction:MTPLossLoggingHelper",
+            "loss_values is the sum over the microbatches of a step.",
+        ),
+        (
+            "training.datasets.data_samplers:MegatronPretrainingSampler.__iter__",
+            "microbatch k of rank r is number k x ranks + r of the data; ours goes on from there.",
+        ),
+        (
+            "core.num_microbatches_calculator:ConstantNumMicroBatchesCalculator",
+            "its four fields are all its state.",
+        ),
+    ),
+    *_of(
+        "mcore/uneven_arguments.py",
+        (
+            "training.arguments:validate_args",
+            "of eval_global_batch_size it only demands that the ranks divide it.",
+        ),
+        (
+            "core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+            "it takes no fewer microbatches than a group has, and no last group smaller than the "
+            "number of stages.",
+        ),
+    ),
+    *_of(
         "mcore/expert_rng.py",
         (
             "core.tensor_parallel.random:CudaRNGStatesTracker",

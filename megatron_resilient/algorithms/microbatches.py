@@ -18,11 +18,15 @@ class Microbatches:
         batch: samples of a step, over all ranks; a multiple of `micro`.
         micro: samples of a microbatch.
         ranks: data-parallel ranks.
+        stages: pipeline stages, if their schedule is interleaved.
+        group: consecutive microbatches of a virtual stage, if it is; at least `stages`.
     """
 
     batch: int
     micro: int
     ranks: int
+    stages: int = 1
+    group: int = 1
 
     @property
     def real(self) -> int:
@@ -31,13 +35,19 @@ class Microbatches:
 
     @property
     def per_rank(self) -> int:
-        """Microbatches that every rank runs, empty ones included."""
-        return -(-self.real // self.ranks)
+        """Microbatches that every rank runs, empty ones included.
+
+        An interleaved schedule runs at least one group, and a last group no smaller than the
+        number of stages.
+        """
+        least = max(-(-self.real // self.ranks), self.group)
+        last = least % self.group
+        return least if last == 0 or last >= self.stages else least + self.stages - last
 
     @property
     def fits(self) -> bool:
         """Whether no microbatch is empty."""
-        return self.real % self.ranks == 0
+        return self.per_rank * self.ranks == self.real
 
     @property
     def padded_batch(self) -> int:

@@ -19,12 +19,13 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.training import get_args
+from megatron.training import get_args, global_vars
 from torch import nn
 
 from megatron_resilient.algorithms.microbatches import Microbatches, StepSampler
 from megatron_resilient.mcore import empty_microbatches
 from megatron_resilient.mcore.empty_microbatches import WeighedForwardStep
+from megatron_resilient.mcore.uneven_arguments import interleaving
 
 
 class UnevenMicroBatches(ConstantNumMicroBatchesCalculator):
@@ -52,7 +53,9 @@ def calculator(
     """Builds the calculator of microbatches. The arguments are Megatron's."""
     if step_batch_size_schedule is None and not decrease_batch_size_if_needed:
         assert global_batch_size is not None
-        layout = Microbatches(global_batch_size, micro_batch_size, data_parallel_size)
+        flags = global_vars._GLOBAL_ARGS  # None where microbatches are used without training
+        schedule = interleaving(flags) if flags is not None else (1, 1)
+        layout = Microbatches(global_batch_size, micro_batch_size, data_parallel_size, *schedule)
         if not layout.fits and global_batch_size % micro_batch_size == 0:
             return UnevenMicroBatches(layout)
     return original(
@@ -81,7 +84,8 @@ def evaluation_layout() -> Microbatches | None:
 
 
 def _uneven(batch: int, micro: int) -> Microbatches | None:
-    layout = Microbatches(batch, micro, mpu.get_data_parallel_world_size())
+    ranks = mpu.get_data_parallel_world_size()
+    layout = Microbatches(batch, micro, ranks, *interleaving(get_args()))
     return None if layout.fits else layout
 
 

@@ -83,12 +83,28 @@ def data_parallel(args: argparse.Namespace) -> int:
     )
 
 
+def interleaving(args: argparse.Namespace) -> tuple[int, int]:
+    """Returns (stages, group) of an interleaved pipeline schedule, (1, 1) for any other.
+
+    `pipeline_model_parallel_layout` is understood after Megatron's validation only.
+    """
+    flags = (
+        "virtual_pipeline_model_parallel_size",  # set by the validation
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+    )
+    stages = args.pipeline_model_parallel_size
+    if stages == 1 or all(getattr(args, flag, None) is None for flag in flags):
+        return 1, 1
+    return stages, getattr(args, "microbatch_group_size_per_vp_stage", None) or stages
+
+
 def training_layout(args: argparse.Namespace) -> Microbatches | None:
     """Returns how a training step is cut, None where Megatron decides on the batch."""
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch is None or micro is None or args.decrease_batch_size_if_needed:
         return None
-    return Microbatches(batch, micro, data_parallel(args))
+    return Microbatches(batch, micro, data_parallel(args), *interleaving(args))
 
 
 def evaluation_layout(args: argparse.Namespace) -> Microbatches | None:
@@ -97,7 +113,7 @@ def evaluation_layout(args: argparse.Namespace) -> Microbatches | None:
     micro = args.eval_micro_batch_size or args.micro_batch_size
     if batch is None or micro is None:
         return None
-    return Microbatches(batch, micro, data_parallel(args))
+    return Microbatches(batch, micro, data_parallel(args), *interleaving(args))
 
 
 def check(args: argparse.Namespace, elastic: bool) -> None:

@@ -16,6 +16,12 @@ LAYOUT = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
+BATCHES = (
+    "global_batch_size",
+    "micro_batch_size",
+    "eval_global_batch_size",
+    "eval_micro_batch_size",
+)
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 TEXTS = ("tokenizer_type", "tokenizer_model", "save", "transformer_impl", "distributed_backend")
 
@@ -24,7 +30,8 @@ def parser_like_megatrons() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in LAYOUT:
         parser.add_argument(spelled(name), type=int, default=1)
-    for name in ("expert_tensor_parallel_size", "num_experts", "eval_interval", "save_interval"):
+    numbers = ("expert_tensor_parallel_size", "num_experts", "eval_interval", "save_interval")
+    for name in (*numbers, *BATCHES):
         parser.add_argument(spelled(name), type=int)
     for name in PATHS:
         parser.add_argument(spelled(name), nargs="*")
@@ -32,6 +39,7 @@ def parser_like_megatrons() -> argparse.ArgumentParser:
         parser.add_argument(spelled(name))
     for name in ("sequence_parallel", "full_validation", "skip_train", "async_save"):
         parser.add_argument(spelled(name), action="store_true")
+    parser.add_argument("--decrease-batch-size-if-needed", action="store_true")
     parser.add_argument("--async-strategy", default="nvrx")
     parser.add_argument("--moe-grouped-gemm", action="store_true")
     parser.add_argument("--multi-latent-attention", action="store_true")

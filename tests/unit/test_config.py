@@ -23,10 +23,13 @@ FLAGS = {
     "--resilient-rebalance-threshold": (float, 0.05),
     "--resilient-check-replicas-interval": (int, 0),
     "--resilient-max-expert-gib": (float, 0.0),
+    "--resilient-min-nodes": (int, 0),
+    "--resilient-require-exact": (None, False),
+    "--resilient-mirror": (None, True),
     "--resilient-run-dir": (str, None),
     "--resilient-expert-load-interval": (int, 10),
 }
-NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind is not str]
+NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind in (int, float)]
 LEAST = {"--resilient-min-replicas": 1}
 
 
@@ -75,10 +78,14 @@ def test_no_flags_mean_the_defaults():
 def test_each_flag_reaches_its_own_field():
     for name, section in config.SECTIONS.items():
         for field in dataclasses.fields(section):
-            value = "cpu" if field.name == "device" else "7"
-            changed = parse(flag_name(field), value)
-            kind = FLAGS[flag_name(field)][0]
-            expected = dataclasses.replace(section(), **{field.name: kind(value)})
+            flag, value = flag_name(field), "cpu" if field.name == "device" else "7"
+            kind = FLAGS[flag][0]
+            if kind is None:  # a switch
+                switched = not field.default
+                changed = parse(flag if switched else flag.replace("--", "--no-", 1))
+            else:
+                switched, changed = kind(value), parse(flag, value)
+            expected = dataclasses.replace(section(), **{field.name: switched})
             assert changed == dataclasses.replace(ResilientConfig(), **{name: expected})
 
 

@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from megatron_resilient.algorithms.microbatches import Microbatches, StepSampler
 
 layouts = st.builds(
-    lambda real, micro, ranks: Microbatches(real * micro, micro, ranks),
+    lambda real, micro, ranks, stages, more: Microbatches(
+        real * micro, micro, ranks, stages, stages + more if stages > 1 else 1
+    ),
     real=st.integers(1, 40),
     micro=st.integers(1, 4),
     ranks=st.integers(1, 50),
+    stages=st.integers(1, 4),
+    more=st.integers(0, 3),
 )
 
 
@@ -44,10 +48,22 @@ def test_weights_make_a_mean_over_all_that_run_one_over_the_real(layout):
     assert Fraction(run, layout.real) == Fraction(layout.weight).limit_denominator(10_000)
     assert sum(layout.real_on(rank) for rank in range(layout.ranks)) == layout.real
     assert layout.padded_batch - layout.batch == (run - layout.real) * layout.micro
-    assert layout.padded_batch - layout.batch < layout.ranks * layout.micro
+    if layout.group == 1:
+        assert layout.padded_batch - layout.batch < layout.ranks * layout.micro
     if layout.fits:
         assert layout.weight == 1
         assert layout.padded_batch == layout.batch
+
+
+@given(layout=layouts)
+def test_an_interleaved_schedule_gets_the_fewest_microbatches_that_it_accepts(layout):
+    def accepts(number):
+        # forward_backward_pipelining_with_interleaving raises otherwise.
+        last = number % layout.group
+        return number >= layout.group and (last == 0 or last >= layout.stages)
+
+    least = -(-layout.real // layout.ranks)
+    assert layout.per_rank == next(n for n in range(least, 1000) if accepts(n))
 
 
 @given(layout=layouts, consumed=st.integers(0, 1000))
