@@ -220,7 +220,8 @@ class Coordinator:
                     self._start_task(self._store(generation))
                 case CloseStore(generation):
                     if (store := self._stores.pop(generation, None)) is not None:
-                        store.close()
+                        # In a thread: it waits for the server's own, and members wait for us.
+                        self._start_task(asyncio.to_thread(store.close))
                 case Record():
                     self._record(order)
                 case Log(text):
