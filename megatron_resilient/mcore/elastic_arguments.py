@@ -8,7 +8,8 @@ import os
 from megatron_resilient.errors import ConfigError
 
 COORDINATOR = "MEGATRON_RESILIENT_COORDINATOR"  # host:port, set by the agent of the node
-_LOCAL = ("local_rank", "rank", "resilient_fault")  # may differ between nodes
+# May differ between nodes, or between generations.
+_LOCAL = ("local_rank", "rank", "resilient_fault", "inprocess_active_world_size")
 
 
 def is_elastic() -> bool:
