@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import OpType, Work
+from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined]
 
 _POLL = timedelta(milliseconds=100)
 # An expired wait for these breaks gloo's connection to the peer, or it knows no timeout (UNKNOWN is
@@ -36,14 +36,15 @@ def install(check: Callable[[], None], note_progress: Callable[[], None] | None 
     global _original
     if _original is None:
         _original = Work.wait
-    Work.wait = _polling(_original, check, note_progress or (lambda: None))
+    waiting = _polling(_original, check, note_progress or (lambda: None))
+    Work.wait = waiting  # type: ignore[method-assign]
 
 
 def uninstall() -> None:
     """Brings torch's own `Work.wait` back."""
     global _original
     if _original is not None:
-        Work.wait = _original
+        Work.wait = _original  # type: ignore[method-assign]
         _original = None
 
 

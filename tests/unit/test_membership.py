@@ -1,13 +1,27 @@
 """Membership: what must hold whatever happens, and each rule by itself."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resilient.elastic.membership import Membership
-from megatron_resilient.elastic.messages import CLIENT, WORKER, Hello, Leave, Ready, StatusQuery
+from megatron_resilient.elastic.messages import (
+    AGENT,
+    CLIENT,
+    WORKER,
+    BoundaryOrder,
+    Evidence,
+    Hello,
+    Leave,
+    Ready,
+    Seated,
+    StatusQuery,
+)
 from megatron_resilient.elastic.orders import Send
 from megatron_resilient.elastic.rules import Rules
+from megatron_resilient.elastic.world import HeldWorld, Seat
 from megatron_resilient.errors import ProtocolError
 from tests.support.fake_job import LIMITS, FakeJob
 
@@ -85,7 +99,7 @@ def act(job, what, number):
             worker.stuck = True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     actions=actions,
     grid=st.sampled_from([(1, 1, 1), (1, 1, 2), (2, 1, 1)]),
@@ -418,3 +432,61 @@ def test_the_status_names_members_and_what_they_report():
     job.kill_node("n1")
     job.run_until(trains(job, "n0"), 5)
     assert job.machine.describe(job.now)["last_recovery"]["lost_nodes"] == ["n1"]
+
+
+def test_who_was_refused_is_told_again_when_it_comes_back():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 0, hello("n0", 0), "h")
+    machine.received(0.0, 0, ready())
+    machine.connected(0.0, 1, hello("n1", 1), "h")
+    refused = sent(machine.received(0.0, 1, ready("other")), 1)
+    machine.disconnected(0.1, 1)
+    assert sent(machine.connected(0.2, 2, hello("n1", 1), "h"), 2) == refused
+
+
+def formed(machine, now):
+    """Lets time pass until the store is there and a generation is formed."""
+    orders = []
+    for tenth in range(5):
+        orders += machine.store_opened(now + tenth / 10, machine.generation + 1, 1)
+        orders += machine.tick(now + tenth / 10)
+    return orders
+
+
+def test_a_world_that_was_lost_and_is_over_is_not_waited_for():
+    machine = Membership(Rules(limits=LIMITS, max_nodes=2), 0.0)
+    for number in range(2):
+        machine.connected(0.0, number, hello(f"n{number}", number), "h")
+        machine.received(0.0, number, replace(ready(), after=0))
+    (world,) = [m for m in sent(formed(machine, 0.1), 0) if isinstance(m, Seated)]
+    machine.disconnected(0.7, 1)  # before it read its world
+    machine.received(0.7, 0, Evidence(world.generation, "x"))
+    machine.received(0.7, 0, replace(ready(), after=world.generation))
+    machine.connected(0.8, 2, hello("n1", 1), "h")
+    orders = machine.received(0.8, 2, replace(ready(), after=0))
+    (again,) = [m for m in sent(orders, 2) if isinstance(m, Seated)]
+    assert nodes(again) == ["n0", "n1"]
+
+
+def held(training, node="n0"):
+    seats = (Seat("n0", 0, {}), Seat("n1", 0, {}))
+    world = HeldWorld(generation=4, formed=9.0, seats=seats, step=7, training=training)
+    return replace(hello(node, int(node[1])), world=world)
+
+
+def test_after_a_restart_one_that_is_out_ends_the_generation_for_all():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    assert sent(machine.connected(0.0, 0, held(True), "h"), 0) == []
+    orders = machine.connected(0.1, 1, held(False, "n1"), "h")
+    assert [message.generation for message in sent(orders, 0)] == [4]
+    assert machine.describe(0.1)["step"] == 7
+
+
+def test_after_a_restart_a_leaver_is_not_let_go_before_its_workers_are_back():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 9, Hello(AGENT, "n0", "agent-of-n0"), "h")
+    assert sent(machine.received(0.0, 9, Leave()), 9) == []
+    machine.connected(0.1, 0, held(True), "h")
+    orders = machine.connected(0.2, 1, held(True, "n1"), "h")
+    assert sent(orders, 9) == []
+    assert sent(orders, 0) == [BoundaryOrder(1, ("n0",))]
