@@ -89,6 +89,8 @@ class Session:
                 self._leave(error)
             else:
                 self.member.finish(0)
+                if dist.is_initialized():  # an interpreter that ends with gloo groups may abort
+                    dist.destroy_process_group()
                 return
 
     def join(self, grid: list[int], settings: dict[str, Any], fault_flag: str | None) -> World:
