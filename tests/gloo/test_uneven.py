@@ -210,3 +210,36 @@ def test_what_depends_on_the_world_is_refused_where_it_does_not_fit(pools, tmp_p
         "ConfigError: --moe-router-load-balancing-type global_aux_loss with --global-batch-size 8 "
         "on 3 data-parallel ranks: "
     )
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_forms_of_a_loss_function(pools, form):
+    (table,) = pools.plugin.call(f"{PROBE}:weigh", world=1, batch=5, ranks=3, form=form)
+    rows = [row for rows in table for row in rows]
+    # Megatron takes the mean over all six.
+    assert sum(loss for loss, _, _ in rows) / 6 == pytest.approx((1 + 2 + 3 + 4 + 5) / 5)
+    assert table[2][1] == [0, 0 if form == 3 else None, {"one": 0, "two": [0, 0]}]
+    assert [logged["two"] for _, _, logged in table[1]] == [[2, 4], [5, 4]]
+    # One number is averaged over the microbatches of its rank: the real ones.
+    means = [sum(logged["one"] for *_, logged in rows) / 2 for rows in table]
+    assert means == pytest.approx([(1 + 4) / 2, (2 + 5) / 2, 3])
+
+
+def test_a_loss_per_token_is_weighed_by_tokens_alone(pools):
+    (table,) = pools.plugin.call(
+        f"{PROBE}:weigh", world=1, batch=5, ranks=3, form=3, per_token=True
+    )
+    assert [(loss, tokens) for rows in table for loss, tokens, _ in rows] == [
+        (1, 4),
+        (4, 4),
+        (2, 4),
+        (5, 4),
+        (3, 4),
+        (0, 0),
+    ]
+
+
+def test_a_rank_without_microbatches_logs_what_it_ran(pools):
+    (table,) = pools.plugin.call(f"{PROBE}:weigh", world=1, batch=1, ranks=2, form=2)
+    assert table[1][0][0] == 0
+    assert table[1][0][2] == {"one": 2, "two": [0, 0]}
