@@ -56,7 +56,6 @@ RUN = TINY | {"global_batch_size": 8, "log_interval": 1, "resilient_expert_load_
 # Ranks, ranks that it is compared to, flags, flags of the comparison alone.
 CASES = {
     "three ranks of one": (3, 1, AUXILIARY, {}),
-    "three ranks of four": (3, 4, {"num_workers": 1}, {}),
     "losses per sequence, two samples each": (3, 2, SEQUENCE | {"micro_batch_size": 2}, {}),
     "loss per token": (3, 1, AUXILIARY | {"calculate_per_token_loss": True}, {}),
     "expert bias, allgather": (
@@ -84,7 +83,7 @@ CASES = {
         # Two stages in groups of two would need an empty microbatch in this world too.
         {"microbatch_group_size_per_virtual_pipeline_stage": 5},
     ),
-    "dense": (3, 1, dict.fromkeys(MOE_FLAGS), {}),
+    "dense, read by workers": (3, 1, dict.fromkeys(MOE_FLAGS) | {"num_workers": 1}, {}),
 }
 
 
@@ -153,7 +152,7 @@ def test_replicas_on_three_ranks(pools, tmp_path):
 
 def test_one_forward_one_backward_overlap(pools, tmp_path):
     run = RUN | AUXILIARY | {"resilient_run_dir": str(tmp_path), "global_batch_size": 6}
-    run |= {"expert_model_parallel_size": 4, "bf16": True}
+    run |= {"expert_model_parallel_size": 4, "bf16": True, "train_iters": 5}
     plain = pools.plugin.run(**run).ok()
     overlapped = pools.plugin.run(**run, overlap_moe_expert_parallel_comm=True).ok()
     assert overlapped.numbers == plain.numbers
@@ -193,6 +192,7 @@ def test_a_run_goes_on_in_other_worlds(pools, tmp_path):
 
 def test_where_the_world_fits_nothing_is_in_the_way(pools, tmp_path):
     run = RUN | {"resilient_run_dir": str(tmp_path), "inspect": f"{PROBE}:wrapped"}
+    run |= {"train_iters": 4}
     ours = pools.plugin.run(**run).ok()
     theirs = pools.plugin.run(**run, without=["core.data-loader", "core.num-microbatches"]).ok()
     assert ours.numbers == theirs.numbers
@@ -210,3 +210,36 @@ def test_what_depends_on_the_world_is_refused_where_it_does_not_fit(pools, tmp_p
         "ConfigError: --moe-router-load-balancing-type global_aux_loss with --global-batch-size 8 "
         "on 3 data-parallel ranks: "
     )
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_forms_of_a_loss_function(pools, form):
+    (table,) = pools.plugin.call(f"{PROBE}:weigh", world=1, batch=5, ranks=3, form=form)
+    rows = [row for rows in table for row in rows]
+    # Megatron takes the mean over all six.
+    assert sum(loss for loss, _, _ in rows) / 6 == pytest.approx((1 + 2 + 3 + 4 + 5) / 5)
+    assert table[2][1] == [0, 0 if form == 3 else None, {"one": 0, "two": [0, 0]}]
+    assert [logged["two"] for _, _, logged in table[1]] == [[2, 4], [5, 4]]
+    # One number is averaged over the microbatches of its rank: the real ones.
+    means = [sum(logged["one"] for *_, logged in rows) / 2 for rows in table]
+    assert means == pytest.approx([(1 + 4) / 2, (2 + 5) / 2, 3])
+
+
+def test_a_loss_per_token_is_weighed_by_tokens_alone(pools):
+    (table,) = pools.plugin.call(
+        f"{PROBE}:weigh", world=1, batch=5, ranks=3, form=3, per_token=True
+    )
+    assert [(loss, tokens) for rows in table for loss, tokens, _ in rows] == [
+        (1, 4),
+        (4, 4),
+        (2, 4),
+        (5, 4),
+        (3, 4),
+        (0, 0),
+    ]
+
+
+def test_a_rank_without_microbatches_logs_what_it_ran(pools):
+    (table,) = pools.plugin.call(f"{PROBE}:weigh", world=1, batch=1, ranks=2, form=2)
+    assert table[1][0][0] == 0
+    assert table[1][0][2] == {"one": 2, "two": [0, 0]}
