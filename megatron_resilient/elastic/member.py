@@ -382,7 +382,7 @@ class Member:
     def _hello(self) -> Hello:
         with self._changed:
             world, step = self._newest, self._step()
-            if world is None:
+            if world is None or world.rank >= len(world.seats):  # without a seat in it: a donor
                 held = None
             else:
                 taken = world is self._world

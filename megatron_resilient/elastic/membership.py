@@ -823,7 +823,8 @@ class Membership:
         return False
 
     def _seat_all(self, now: float, chosen: list[Process], final: bool) -> None:
-        seats, _ = self._seat(chosen)
+        seats, spares = self._seat(chosen)
+        donors = tuple(spare for spare in spares if "step" in spare.state)
         before = {process.node for process in chosen if process.member}
         previous = sorted({slot[0] for slot in self._slots}, key=node_order)
         of_slot = {process.slot: process for process in chosen}
@@ -849,6 +850,7 @@ class Membership:
                 "formed": unix,
             },
             final=final,
+            donors=donors,
         )
         if self._generation > 1:
             self._orders.append(CloseStore(self._generation - 1))
@@ -870,6 +872,11 @@ class Membership:
             self._seated[process.hello.id] = order
             assert process.key is not None
             self._send(process.key, order)
+        for rank, donor in enumerate(donors, start=len(seats)):
+            process = of_slot[donor.node, donor.local_rank]
+            process.ready = None  # it says so again when it has given what it holds
+            assert process.key is not None
+            self._send(process.key, replace(world, rank=rank, store_host=process.host))
         self._log(
             f"generation {self._generation} ({self._cause}): {len(seats)} ranks on "
             f"{len(here)} nodes"
