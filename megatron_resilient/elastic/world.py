@@ -39,6 +39,7 @@ class World:
         donors: processes that hold state and have no seat: ranks do not fill a block of tensor- and
             pipeline-parallel ones. Before the world begins they give what only they hold; their
             ranks follow those of the seats. Then they stand by.
+        newest_step: the newest step that anybody ever reported.
     """
 
     generation: int
@@ -53,6 +54,7 @@ class World:
     times: dict[str, float]
     final: bool = False
     donors: tuple[Seat, ...] = ()
+    newest_step: int = 0
 
 
 @dataclass(frozen=True)

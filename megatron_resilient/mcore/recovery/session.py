@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.training import get_args
 from torch.distributed import distributed_c10d
 
-from megatron_resilient import plugin
+from megatron_resilient import error_report, plugin
 from megatron_resilient.config import config_from_args
 from megatron_resilient.elastic import fenced_wait
 from megatron_resilient.elastic.faults import FaultInjector, parse_faults
@@ -82,6 +82,10 @@ class Session:
                 self.member.finish(
                     stop.code if isinstance(stop.code, int) else int(bool(stop.code))
                 )
+                raise
+            except ResilientError as error:
+                # A defect of the job, not of this node: started again it would come to the same.
+                self.member.finish(error_report.exit_code(error), error)
                 raise
             except BaseException as error:
                 if not self._survives(error):
@@ -229,7 +233,7 @@ class Session:
     def _survives(self, error: BaseException) -> bool:
         if isinstance(error, Fenced | Boundary):
             return True
-        if isinstance(error, ResilientError | SystemExit | KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             return False
         text = str(error).lower()
         broken = isinstance(error, dist.DistError) or (
