@@ -219,7 +219,7 @@ class Member:
         self._watchdog.join(_FINISH_SECONDS)
 
     def cut_off(self, seconds: float) -> None:
-        """Ends all connections of this process and reaches nobody for so long: a fault to inject."""
+        """Ends all connections and reaches nobody for so long: a fault to inject."""
         self._link.keep_away(seconds)
         cut_sockets(())
 
