@@ -87,7 +87,9 @@ class ElasticConfig:
 
     min_nodes: int = _flag(0, "fewest nodes that train; 0: what the launcher says")
     require_exact: bool = _flag(
-        False, "end the run, rather than go on from a checkpoint, when state was lost"
+        False,
+        "when an expert is lost with all its replicas, all go back to the newest checkpoint; "
+        "otherwise only that expert does",
     )
     mirror: bool = _flag(
         True, "keep each dense shard of the distributed optimizer on a second node as well"

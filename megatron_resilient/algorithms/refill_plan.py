@@ -94,13 +94,15 @@ def plan_refill(
 def orphans(held: Sequence[Sequence[Piece]], leaving: Mapping[int, bool]) -> list[list[Piece]]:
     """Returns, for every rank, the pieces that it should take over from ranks that leave.
 
-    Only what no staying rank holds; shared out such that ranks get about as many elements.
+    Only what no staying rank holds; shared out such that ranks get about as many elements. Heirs
+    are those that hold state themselves, if there are any.
 
     Args:
         held: pieces of every rank.
         leaving: whether a rank leaves, by rank; at least one must stay.
     """
     staying = [rank for rank in range(len(held)) if not leaving[rank]]
+    heirs = [rank for rank in staying if held[rank]] or staying
     kept: dict[str, list[tuple[int, int, int]]] = {}
     for rank in staying:
         for piece in held[rank]:
@@ -114,7 +116,7 @@ def orphans(held: Sequence[Sequence[Piece]], leaving: Mapping[int, bool]) -> lis
                 if having or part in seen:
                     continue
                 seen.add(part)
-                heir = min(staying, key=lambda stayer: (load[stayer], stayer))
+                heir = min(heirs, key=lambda stayer: (load[stayer], stayer))
                 load[heir] += part.size
                 taken[heir].append(part)
     return taken

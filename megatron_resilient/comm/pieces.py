@@ -42,17 +42,17 @@ def exchange(
             if copy.source != copy.target:
                 remote.append(copy)
             elif copy.source == rank:
-                given, taken = _parts(sources, copy.piece), _parts(targets, copy.piece)
-                for kind, target in taken.items():
-                    target.copy_(given[kind])
+                given, taken = _views(sources, copy.piece), _views(targets, copy.piece)
+                whole = torch.cat([_bytes(view) for view in given])
+                _write(taken, whole)
         for turn in _rounds(remote, ranks):
             outgoing: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
             incoming: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
             for copy in turn:
                 if copy.source == rank:
-                    outgoing[copy.target] += _in_order(_parts(sources, copy.piece))
+                    outgoing[copy.target] += _views(sources, copy.piece)
                 if copy.target == rank:
-                    incoming[copy.source] += _in_order(_parts(targets, copy.piece))
+                    incoming[copy.source] += _views(targets, copy.piece)
             sent += _exchange(outgoing, incoming, device, group)
     return sent
 
@@ -75,20 +75,39 @@ def _rounds(copies: Sequence[Copy], ranks: int) -> Iterator[list[Copy]]:
         yield turn
 
 
-def _parts(store: Store, piece: Piece) -> dict[str, torch.Tensor]:
-    """Returns the piece's stretch of every kind, as views."""
-    for first, kinds in store[piece.key]:
-        length = next(iter(kinds.values())).numel()
-        if first <= piece.start and piece.stop <= first + length:
-            return {
-                kind: tensor.view(-1)[piece.start - first : piece.stop - first]
-                for kind, tensor in kinds.items()
-            }
-    raise KeyError(f"{piece} is not here")
+def _views(store: Store, piece: Piece) -> list[torch.Tensor]:
+    """Returns the memory of a piece: kind by kind, each from its first element to its last.
+
+    Several stretches may make up the piece; their bytes in this order are the same everywhere.
+    """
+    covering: list[tuple[int, int, Kinds, int]] = []
+    place = piece.start
+    while place < piece.stop:
+        for first, kinds in store.get(piece.key, ()):
+            end = first + next(iter(kinds.values())).numel()
+            if first <= place < end:
+                covering.append((place, min(end, piece.stop), kinds, first))
+                place = min(end, piece.stop)
+                break
+        else:
+            raise KeyError(f"element {place} of {piece} is not here")
+    return [
+        kinds[kind].view(-1)[start - first : stop - first]
+        for kind in sorted(covering[0][2])
+        for start, stop, kinds, first in covering
+    ]
 
 
-def _in_order(parts: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [parts[kind] for kind in sorted(parts)]
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _write(views: list[torch.Tensor], raw: torch.Tensor) -> None:
+    """Fills views, one after the other, from bytes."""
+    sizes = [view.numel() * view.element_size() for view in views]
+    for view, piece in zip(views, raw.split(sizes), strict=True):
+        # A copy of its own: raw bytes need not be aligned for the dtype.
+        view.copy_(piece.clone().view(view.dtype))
 
 
 def _exchange(
@@ -102,12 +121,9 @@ def _exchange(
 
     send_sizes = [size(tensors) for tensors in outgoing]
     receive_sizes = [size(tensors) for tensors in incoming]
-    flat = [t.contiguous().view(torch.uint8).to(device) for tensors in outgoing for t in tensors]
+    flat = [_bytes(tensor).to(device) for tensors in outgoing for tensor in tensors]
     send = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
     receive = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
     dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=group)
-    pieces = receive.split([size([t]) for tensors in incoming for t in tensors])
-    for tensor, raw in zip((t for tensors in incoming for t in tensors), pieces, strict=True):
-        # A copy of its own: raw bytes need not be aligned for the dtype.
-        tensor.copy_(raw.clone().view(tensor.dtype))
+    _write([tensor for tensors in incoming for tensor in tensors], receive)
     return sum(send_sizes)

@@ -4,7 +4,8 @@
     --resilient-fault "hang node=node2 step=20 phase=save"
     --resilient-fault "random mtbf=60 seed=7 nodes=8 kinds=kill-node,hang,leave"
 
-Several are separated by semicolons. A fault without a step strikes at the first point of its phase; each strikes once.
+Several are separated by semicolons. A fault without a step strikes at the first point of its phase;
+each strikes once.
 """
 
 import contextlib

@@ -203,10 +203,16 @@ class Member:
             merged = self._report | fields
             self._report = {name: value for name, value in merged.items() if value is not None}
 
-    def finish(self, exit_code: int) -> None:
-        """Says that training is done here, and ends the watchdog."""
+    def finish(self, exit_code: int, error: ResilientError | None = None) -> None:
+        """Says that training is done here, and ends the watchdog.
+
+        Args:
+            exit_code: of this process.
+            error: with which the whole job has to end: starting this node again would not help.
+        """
         with self._changed:
-            self._say(Finish(exit_code))
+            name, message = (type(error).__name__, str(error)) if error else ("", "")
+            self._say(Finish(exit_code, name, message))
             self._closing = True
         self._link.wake()
         self._watchdog.join(_FINISH_SECONDS)
@@ -382,7 +388,7 @@ class Member:
     def _hello(self) -> Hello:
         with self._changed:
             world, step = self._newest, self._step()
-            if world is None:
+            if world is None or world.rank >= len(world.seats):  # without a seat in it: a donor
                 held = None
             else:
                 taken = world is self._world

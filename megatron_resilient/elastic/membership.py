@@ -110,6 +110,7 @@ class Membership:
         self._asked_at: float | None = None
         self._window_at = now
         self._stragglers = Stragglers(rules.straggler_ratio, rules.straggler_windows)
+        self._newest_step = 0
         self._last_recovery: dict[str, Any] | None = None
         self._ended: End | None = None
 
@@ -309,6 +310,7 @@ class Membership:
         self._awaited.discard(process.slot)
         process.member = True
         process.report = {"step": held.step}
+        self._newest_step = max(self._newest_step, held.step)
         if stale or not held.training or not self._live:
             # It did not hear of the newest generation, or has left it: that one cannot go on.
             self._fence(now, "the coordinator was restarted", cause="coordinator")
@@ -368,7 +370,7 @@ class Membership:
             process.paused = True
             self._progress_at = now
         elif isinstance(message, Finish):
-            self._hear_finish(now, process, message.exit)
+            self._hear_finish(now, process, message)
         elif isinstance(message, Whereabouts):
             process.in_collective, process.at = message.in_collective, message.at
         else:
@@ -376,6 +378,7 @@ class Membership:
 
     def _hear_beat(self, now: float, process: Process, beat: Beat) -> None:
         process.report = beat.report
+        self._newest_step = max(self._newest_step, self._step() or 0)
         if beat.progress != process.progress:
             process.progress = beat.progress
             if process.member:
@@ -418,11 +421,15 @@ class Membership:
             self._log(f"refused: {why}")
             self._lose(now, process.node, why, True, Exit(2, "RefusedError", why))
 
-    def _hear_finish(self, now: float, process: Process, code: int) -> None:
-        if code and self._ending is None:
-            why = f"a worker ended with exit code {code}"
+    def _hear_finish(self, now: float, process: Process, finish: Finish) -> None:
+        if finish.error and process.member and self._ending is None:
+            process.finished = finish.exit
+            self._end(finish.exit, finish.error, finish.message)
+            return
+        if finish.exit and self._ending is None:
+            why = f"a worker ended with exit code {finish.exit}"
             self._lose(now, process.node, why, True, spare=process)
-        process.finished = code
+        process.finished = finish.exit
 
     def _hear_agent(self, now: float, agent: Agent, message: ToServer) -> None:
         if isinstance(message, WorkerExit):
@@ -823,7 +830,8 @@ class Membership:
         return False
 
     def _seat_all(self, now: float, chosen: list[Process], final: bool) -> None:
-        seats, _ = self._seat(chosen)
+        seats, spares = self._seat(chosen)
+        donors = tuple(spare for spare in spares if "step" in spare.state)
         before = {process.node for process in chosen if process.member}
         previous = sorted({slot[0] for slot in self._slots}, key=node_order)
         of_slot = {process.slot: process for process in chosen}
@@ -849,6 +857,8 @@ class Membership:
                 "formed": unix,
             },
             final=final,
+            donors=donors,
+            newest_step=self._newest_step,
         )
         if self._generation > 1:
             self._orders.append(CloseStore(self._generation - 1))
@@ -870,6 +880,11 @@ class Membership:
             self._seated[process.hello.id] = order
             assert process.key is not None
             self._send(process.key, order)
+        for rank, donor in enumerate(donors, start=len(seats)):
+            process = of_slot[donor.node, donor.local_rank]
+            process.ready = None  # it says so again when it has given what it holds
+            assert process.key is not None
+            self._send(process.key, replace(world, rank=rank, store_host=process.host))
         self._log(
             f"generation {self._generation} ({self._cause}): {len(seats)} ranks on "
             f"{len(here)} nodes"

@@ -124,10 +124,18 @@ class Paused:
 
 @dataclass(frozen=True)
 class Finish:
-    """Worker: training is done (0), or this process ends by itself with that exit code."""
+    """Worker: training is done (0), or this process ends by itself with that exit code.
+
+    Attributes:
+        exit: Exit code.
+        error: Name of an error with which the whole job has to end; empty for none.
+        message: What the error says.
+    """
 
     TYPE: ClassVar[str] = "finish"
     exit: int
+    error: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True)

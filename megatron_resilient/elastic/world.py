@@ -36,6 +36,10 @@ class World:
         times: Unix times in seconds that the coordinator saw: `evidence` (first word of a failure),
             `fence`, `formed`.
         final: this world is there to save, and to end.
+        donors: processes that hold state and have no seat: ranks do not fill a block of tensor- and
+            pipeline-parallel ones. Before the world begins they give what only they hold; their
+            ranks follow those of the seats. Then they stand by.
+        newest_step: the newest step that anybody ever reported.
     """
 
     generation: int
@@ -49,6 +53,8 @@ class World:
     planned: bool
     times: dict[str, float]
     final: bool = False
+    donors: tuple[Seat, ...] = ()
+    newest_step: int = 0
 
 
 @dataclass(frozen=True)

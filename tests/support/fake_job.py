@@ -416,6 +416,11 @@ class FakeJob:
                 assert message.times == worker.world.times
                 return  # said twice
             assert worker.waiting, "seated while in another generation"
+            if message.rank >= len(message.seats):
+                donor = message.donors[message.rank - len(message.seats)]
+                assert (donor.node, donor.local_rank) == (worker.node, worker.local_rank)
+                self._be_ready(worker)  # it has given what it holds
+                return
             assert worker.world is None or message.generation > worker.world.generation
             seat = message.seats[message.rank]
             assert (seat.node, seat.local_rank) == (worker.node, worker.local_rank)

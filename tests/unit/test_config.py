@@ -26,6 +26,7 @@ FLAGS = {
     "--resilient-min-nodes": (int, 0),
     "--resilient-require-exact": (None, False),
     "--resilient-mirror": (None, True),
+    "--resilient-fault": (str, None),
     "--resilient-run-dir": (str, None),
     "--resilient-expert-load-interval": (int, 10),
 }

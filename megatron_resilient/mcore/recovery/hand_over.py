@@ -1,34 +1,50 @@
-"""Before a planned departure: what only the leaving nodes hold goes to those that stay."""
+"""What only some ranks hold goes to others: before a departure, and where ranks have no seat."""
 
 import torch
+import torch.distributed as dist
 
 from megatron_resilient.algorithms.refill_plan import Piece, orphans, plan_refill
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.pieces import exchange
 from megatron_resilient.elastic.member import Member
 from megatron_resilient.mcore.recovery.arrays import Arrays
-from megatron_resilient.mcore.recovery.live_state import LiveState
 
 
-def carry_out(member: Member, live: LiveState) -> bool:
-    """Hands over; collective over all ranks, between two steps.
+def before_departure(member: Member, own: Arrays) -> Arrays | None:
+    """Hands over what only the leaving nodes hold. Collective over all ranks, between two steps.
+
+    Args:
+        member: says which nodes leave.
+        own: all state of this rank.
 
     Returns:
-        Whether all nodes leave, so that there is nobody to hand over to.
+        What this rank inherits; None if all nodes leave, so that nobody could.
     """
-    own = live.arrays()
-    told = gather_json(
-        {"node": member.node, "leaving": sorted(member.leaving()), "held": own.pieces()}
-    )
+    told = gather_json({"node": member.node, "leaving": sorted(member.leaving())})
     leaving_nodes = {node for each in told for node in each["leaving"]}
-    leaving = {rank: each["node"] in leaving_nodes for rank, each in enumerate(told)}
-    if all(leaving.values()):
-        return True
-    held = [[Piece(*piece) for piece in each["held"]] for each in told]
-    taken = orphans(held, leaving)
+    leaving = [each["node"] in leaving_nodes for each in told]
+    if all(leaving):
+        return None
+    return hand_over(own, leaving, [each["node"] for each in told])
+
+
+def hand_over(own: Arrays, leaving: list[bool], nodes: list[str]) -> Arrays:
+    """Gives what only leaving ranks hold to those that stay. Collective over all ranks.
+
+    Args:
+        own: all state of this rank.
+        leaving: whether a rank leaves, by rank; one at least stays.
+        nodes: node of every rank.
+
+    Returns:
+        What this rank inherits, in memory of its own.
+    """
+    held = [[Piece(*piece) for piece in each] for each in gather_json(own.pieces())]
+    taken = orphans(held, dict(enumerate(leaving)))
+    heritage = Arrays()
     if not any(taken):
-        return False
-    rank = torch.distributed.get_rank()
+        return heritage
+    rank = dist.get_rank()
     # Heirs have nothing like it, perhaps: those who give say what it is made of.
     needed = {piece.key for pieces in taken for piece in pieces}
     made_of = gather_json(
@@ -38,22 +54,12 @@ def carry_out(member: Member, live: LiveState) -> bool:
             if key in needed and leaving[rank]
         }
     )
-    heritage = Arrays()
     for piece in taken[rank]:
         kinds = next(each[piece.key] for each in made_of if piece.key in each)
-        heritage.add(
-            piece.key,
-            piece.start,
-            {
-                kind: torch.empty(
-                    piece.size,
-                    dtype=getattr(torch, dtype.removeprefix("torch.")),
-                    device=torch.cuda.current_device(),
-                )
-                for kind, dtype in kinds.items()
-            },
-        )
-    plan = plan_refill(held, taken, [each["node"] for each in told])
-    exchange(plan.copies, own.store, heritage.store)
-    live.extra = heritage
-    return False
+        empty = {
+            kind: torch.empty(piece.size, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            for kind, dtype in kinds.items()
+        }
+        heritage.add(piece.key, piece.start, empty)
+    exchange(plan_refill(held, taken, nodes).copies, own.store, heritage.store)
+    return heritage

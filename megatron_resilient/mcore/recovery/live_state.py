@@ -216,11 +216,12 @@ class LiveState:
 
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [
+        own = [
             single.optimizer
             for single in chained
             if not getattr(single, "is_stub_optimizer", False)
         ]
+        return [*own, *(self._mirror.optimizers if self._mirror else ())]
 
     def _note_step(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         self._made.add(id(inner))

@@ -29,6 +29,7 @@ class OldState:
         coordinate: (pipeline, tensor) of the rank.
         extra: what leaving ranks handed over.
         scalars: how the optimizers count their steps; see `scalars`. Known with `arrays`.
+        donated: this process gave what only it held to others, and stood by.
     """
 
     progress: Progress
@@ -44,6 +45,7 @@ class OldState:
     coordinate: tuple[int, int]
     extra: Arrays = field(default_factory=Arrays)
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+    donated: bool = False
     _frozen: Arrays | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -83,6 +85,10 @@ class OldState:
             self.owned, self.pending = [], []
             self.ready = self.others_ready = None
         return self._frozen
+
+    def inherit(self, heritage: Arrays) -> None:
+        """Adds what others handed over."""
+        self._frozen = merged(self.arrays(), heritage)
 
 
 def scalars(owned: list[Owned]) -> dict[str, dict[str, float]]:

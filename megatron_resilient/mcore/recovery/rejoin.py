@@ -30,8 +30,7 @@ def build(
     Collective over all ranks.
 
     Returns:
-        (model, optimizer, scheduler), and how they were filled: None for a start from nothing or
-        from a checkpoint.
+        (model, optimizer, scheduler), and how they were filled: None for a start of the job.
 
     Raises:
         LostStateError: state is lost, and there is no checkpoint to take it from.
@@ -40,7 +39,7 @@ def build(
     if newest is None:
         built = original(*args, **kwargs)
         session.model = built[0]
-        return built, None
+        return built, _start_again(session)
     options = get_args()
     asked = options.load, options.pretrained_checkpoint
     options.load = options.pretrained_checkpoint = None
@@ -83,6 +82,20 @@ def build(
         loads=planned.loads,
     )
     return built, rejoined
+
+
+def _start_again(session: Session) -> Rejoined | None:
+    """Says what it costs that nobody has any state, if the job had come further before."""
+    assert session.world is not None
+    step, newest = get_args().iteration, session.world.newest_step
+    if newest <= step:
+        return None
+    if not step:
+        raise LostStateError(
+            f"all nodes were lost at step {newest}, and there is no checkpoint to go back to: "
+            "start again, with --save and --load"
+        )
+    return Rejoined("checkpoint", step, lost_steps=newest - step)
 
 
 def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:

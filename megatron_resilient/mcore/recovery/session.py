@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.training import get_args
 from torch.distributed import distributed_c10d
 
-from megatron_resilient import plugin
+from megatron_resilient import error_report, plugin
 from megatron_resilient.config import config_from_args
 from megatron_resilient.elastic import fenced_wait
 from megatron_resilient.elastic.faults import FaultInjector, parse_faults
@@ -19,7 +19,8 @@ from megatron_resilient.elastic.graveyard import retire
 from megatron_resilient.elastic.member import Fenced, Member, World
 from megatron_resilient.elastic.sockets import cut_sockets, tcp_inodes
 from megatron_resilient.errors import ResilientError
-from megatron_resilient.mcore.recovery import faults, report
+from megatron_resilient.mcore.recovery import faults, hand_over, report
+from megatron_resilient.mcore.recovery.arrays import Arrays
 from megatron_resilient.mcore.recovery.live_state import LiveState, forget_error
 from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.reset import reset_megatron
@@ -82,6 +83,10 @@ class Session:
                     stop.code if isinstance(stop.code, int) else int(bool(stop.code))
                 )
                 raise
+            except ResilientError as error:
+                # A defect of the job, not of this node: started again it would come to the same.
+                self.member.finish(error_report.exit_code(error), error)
+                raise
             except BaseException as error:
                 if not self._survives(error):
                     self.member.leave_generation(_cause(error))
@@ -103,17 +108,20 @@ class Session:
         """
         wanted_faults = parse_faults(fault_flag)
         self.clock["ready"] = time.time()
-        state = self.old.to_json() if self.old else {}
-        generation = self.world.generation if self.world else 0
-        state = {"generation": generation, "coordinate": None, **state, "grid": grid}
-        self._older_sockets = tcp_inodes()
-        self.world = self.member.next_world(state, settings)
+        while True:
+            self._older_sockets = tcp_inodes()
+            generation = self.world.generation if self.world else 0
+            kept = self.old.to_json() if self.old else {}
+            state = {"generation": generation, "coordinate": None, **kept, "grid": grid}
+            self.world = self.member.next_world(state, settings)
+            self._settle_step()
+            if self._is_given_what_donors_hold():
+                break
         self.clock["formed"] = time.time()
         began = self.world.times.get("started", self.world.times["formed"])
         seat = self.world.seats[self.world.rank]
         faults.install(FaultInjector(wanted_faults, seat.node, seat.local_rank, began))
         faults.point("recovery")
-        self._settle_step()
         os.environ.update(
             RANK=str(self.world.rank),
             WORLD_SIZE=str(len(self.world.seats)),
@@ -165,7 +173,8 @@ class Session:
     def newest(self) -> dict[str, Any] | None:
         """Returns what the rank that has come farthest said of itself; None if none has state."""
         assert self.world is not None
-        states = [seat.state for seat in self.world.seats if "step" in seat.state]
+        there = (*self.world.seats, *self.world.donors)
+        states = [seat.state for seat in there if "step" in seat.state]
         return max(states, key=lambda state: (state["step"], state["begun"]), default=None)
 
     def tell_recovery(self, record: Any) -> None:
@@ -174,10 +183,45 @@ class Session:
             report.tell(self, self._rejoined, record)
             self._rejoined = None
 
+    def _is_given_what_donors_hold(self) -> bool:
+        """Takes over, before the world begins, what is held by processes without a seat in it.
+
+        Returns:
+            Whether this process has a seat; if not, it has given and stands by.
+        """
+        world = self.world
+        assert world is not None
+        if not world.donors:
+            return True
+        there = [*world.seats, *world.donors]
+        store = dist.TCPStore(world.store_host, world.store_port, is_master=False)
+        dist.init_process_group(
+            "gloo" if plugin.on_cpu() else "cpu:gloo,cuda:nccl",
+            store=dist.PrefixStore("donors", store),
+            rank=world.rank,
+            world_size=len(there),
+        )
+        try:
+            own = self.old.arrays() if self.old else Arrays()
+            leaving = [rank >= len(world.seats) for rank in range(len(there))]
+            heritage = hand_over.hand_over(own, leaving, [seat.node for seat in there])
+            if self.old is not None:
+                self.old.inherit(heritage)
+        finally:
+            groups = list(distributed_c10d._world.pg_map)
+            dist.destroy_process_group()
+            retire(groups.clear)
+        if leaving[world.rank] and self.old is not None:
+            self.old.donated = True
+        return not leaving[world.rank]
+
     def _settle_step(self) -> None:
         """Brings what this process kept to the newest step that any survivor has."""
         newest = self.newest()
         if self.old is None or newest is None or self.old.progress.step == newest["step"]:
+            return
+        if self.old.donated:
+            self.old = None  # the others went on while this process stood by
             return
         if self.old.ready is None or self.old.ready.step != newest["step"]:
             raise ResilientError(
@@ -189,7 +233,7 @@ class Session:
     def _survives(self, error: BaseException) -> bool:
         if isinstance(error, Fenced | Boundary):
             return True
-        if isinstance(error, ResilientError | SystemExit | KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             return False
         text = str(error).lower()
         broken = isinstance(error, dist.DistError) or (

@@ -9,6 +9,7 @@ from megatron.training import get_args
 
 from megatron_resilient.elastic.messages import SAVE_AND_END
 from megatron_resilient.errors import CoordinatorLostError, ResilientError, TooFewNodesError
+from megatron_resilient.mcore import uneven
 from megatron_resilient.mcore.recovery import faults, hand_over
 from megatron_resilient.mcore.recovery.live_state import LiveState
 from megatron_resilient.mcore.recovery.outcome import Outcome
@@ -34,8 +35,11 @@ def train_step(
         raise save_and_end(live, "too few nodes are left", TooFewNodesError)
     if live.replay is not None:
         outcome, live.replay = live.replay, None
-        # Megatron adds the step's samples after it; they are counted already.
-        get_args().consumed_train_samples -= get_current_running_global_batch_size()
+        # Megatron adds the samples of a step after it, empty ones too; they are counted already.
+        layout = uneven.training_layout()
+        get_args().consumed_train_samples -= (
+            layout.padded_batch if layout else get_current_running_global_batch_size()
+        )
         return outcome.as_train_step(torch.cuda.current_device()), outcome
     if live.asked:
         _change(session, live)
@@ -69,9 +73,10 @@ def _change(session: Session, live: LiveState) -> None:
     """Leaves this generation between two steps, with everybody alive."""
     if live.asked & SAVE_AND_END:
         raise save_and_end(live, "the coordinator stayed away for too long", CoordinatorLostError)
-    everybody = hand_over.carry_out(session.member, live)
-    if everybody:
+    heritage = hand_over.before_departure(session.member, live.arrays())
+    if heritage is None:
         raise save_and_end(live, "all nodes leave", SystemExit)
+    live.extra = heritage
     faults.point("leaving")
     raise Boundary
 
