@@ -52,6 +52,27 @@ def test_lost_experts_without_a_checkpoint_end_the_run(start):
     assert "LostStateError: no live rank has experts" in job.output
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_all_nodes_are_lost_at_once(start, reference, tmp_path, saves):
+    """Their workers are started again: no run begins anew in silence."""
+    save = {"save": str(tmp_path / "save"), "save_interval": 4} if saves else {}
+    job = start(2, train_iters=40, **save)
+    job.until_step(10)
+    for node in ("node0", "node1"):
+        os.kill(job.node(node)["pids"][0], signal.SIGKILL)
+    if not saves:
+        assert job.end() != 0
+        assert "LostStateError: no live rank has the state of step" in job.output
+        return
+    job.ok()
+    (recovery,) = job.recoveries
+    assert recovery["source"] == "checkpoint"
+    assert recovery["step"] % 4 == 1  # the first step after a checkpoint
+    plain = reference(2, train_iters=40)
+    assert job.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert job.samples() == plain.samples()
+
+
 def test_too_few_nodes_wait_for_one_that_returns(start, reference):
     job = start(4, {"rejoin-after": 3}, nnodes="4:4", train_iters=14, **LOSS).ok()
     assert_same_run(job, reference(4), ["node0", "node1", "node2"])
@@ -59,7 +80,7 @@ def test_too_few_nodes_wait_for_one_that_returns(start, reference):
 
 
 def test_too_few_nodes_save_and_go_on_later(start, reference, tmp_path):
-    save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save")}
+    save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1000}
     job = start(4, {"rejoin-timeout": 8}, nnodes="4:4", **save, **LOSS)
     assert job.end() != 0
     assert "TooFewNodesError" in job.output
@@ -78,6 +99,7 @@ def test_a_coordinator_that_stays_away_ends_the_run_with_a_checkpoint(start, tmp
         {"heartbeat-timeout": 3, "coordinator-timeout": 4},
         **ENDLESS,
         save=str(tmp_path / "save"),
+        save_interval=100_000,
     )
     job.until_step(3)
     job.kill_coordinator()
@@ -87,7 +109,7 @@ def test_a_coordinator_that_stays_away_ends_the_run_with_a_checkpoint(start, tmp
 
 
 def test_a_job_that_is_told_to_end_saves_and_goes_on_later(start, reference, tmp_path):
-    save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save")}
+    save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1000}
     job = start(4, train_iters=60, **save)
     job.until_step(5)
     os.kill(job.pid, signal.SIGTERM)

@@ -74,6 +74,7 @@ def test_without_a_mirror_a_lost_shard_comes_from_the_checkpoint(start, referenc
         4,
         **SHARDED,
         no_resilient_mirror=True,
+        dist_ckpt_optim_fully_reshardable=True,
         save=str(tmp_path / "save"),
         save_interval=4,
         resilient_fault="kill-node node=1 step=7 phase=backward",

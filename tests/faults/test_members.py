@@ -96,7 +96,7 @@ def test_main_threads_get_stuck_or_raise(start, reference):
         {"heartbeat-timeout": 5, "fence-timeout": 6, "hang-timeout": 7},
         **LONG,
         **ALL,
-        resilient_fault="exception node=1 step=3 phase=forward; stuck node=2 step=12 phase=backward",
+        resilient_fault="exception node=1 step=3 phase=forward;stuck node=2 step=12 phase=backward",
     ).ok(seconds=180)
     assert_same_run(job, reference(4, **LONG, **ALL), ["node0", "node3"])
     assert re.search(r"InjectedError: injected at step 3", job.output)

@@ -11,7 +11,10 @@ import select
 import signal
 import sys
 
-from megatron_resilient.elastic import child
+from megatron_resilient import cli
+from megatron_resilient.commands import coordinator, run  # noqa: F401
+from megatron_resilient.elastic import child, launcher  # noqa: F401
+from megatron_resilient.elastic import coordinator as server  # noqa: F401
 from megatron_resilient.mcore.preload import preload
 
 _PR_SET_PDEATHSIG = 1
@@ -23,8 +26,6 @@ def start(request):
 
     def body():
         os.environ.update(request["environment"])
-        from megatron_resilient import cli
-
         child.call(lambda: sys.exit(cli.main(request["argv"])))
 
     pid = child.fork(body, stdout=output, stderr=output)

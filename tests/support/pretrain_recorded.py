@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import megatron_resilient
 import pretrain_moe
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
+import megatron_resilient
 from megatron_resilient.mcore import empty_microbatches
 from megatron_resilient.mcore.recovery import session
 
