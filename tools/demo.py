@@ -1,11 +1,15 @@
-"""Trains a small Mixture-of-Experts GPT on real text on this machine's CPU, and shows a resume.
+"""Trains a small Mixture-of-Experts GPT on real text on this machine's CPU, while nodes fail.
 
-The text is the source code of Python's standard library. Four ranks share eight experts and have
-room for twice as many, so that hot ones get replicas. All ranks are killed in mid-run, and a second
-job goes on from the last checkpoint. The steps that had been done after that checkpoint are done
-again: their losses must be the same to the last bit.
+The text is the source code of Python's standard library. Four emulated nodes share eight experts
+and have room for three times as many, so that each is on two nodes at least and hot ones on more.
 
-Ends with a table and status 0 if the resume was exact and the loss fell, else with status 1.
+First one node is killed in mid-run: the others go on from memory with the next step, and take the
+node in again when it comes back. Later all nodes are killed, as if the power had failed, and a
+second job goes on from the last checkpoint. The steps that had been done after that checkpoint are
+done again: their losses must be the same to the last bit.
+
+Ends with a table and status 0 if no step was lost with the node, the resume was exact and the loss
+fell, else with status 1.
 """
 
 import argparse
@@ -20,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_result import Result
+from demo_result import Result, recovery_line
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -29,7 +33,8 @@ from training_job import TrainingJob
 from megatron_resilient.telemetry import Event, read_events
 from megatron_resilient.telemetry.summary import MAIN_LOSS
 
-RANKS = 4
+NODES = 4  # with one rank each
+LOST_NODE = "node2"
 EXPERTS = 8
 TAIL_LINES = 30  # of a log, shown when something failed
 console = Console(highlight=False)
@@ -51,6 +56,7 @@ class Size:
     hidden_size: int
     seq_length: int
     steps: int
+    node_killed_step: int  # one node is killed when this step is done
     saved_step: int  # the first job goes on after it without another save
     killed_step: int  # the first job is killed when this one is done
     evaluation_interval_steps: int
@@ -62,6 +68,7 @@ FULL = Size(
     hidden_size=128,
     seq_length=256,
     steps=400,
+    node_killed_step=80,
     saved_step=200,
     killed_step=215,
     evaluation_interval_steps=30,
@@ -71,9 +78,10 @@ QUICK = Size(
     layers=2,
     hidden_size=64,
     seq_length=128,
-    steps=40,
-    saved_step=20,
-    killed_step=25,
+    steps=60,
+    node_killed_step=5,
+    saved_step=40,
+    killed_step=45,
     evaluation_interval_steps=11,
     shown_interval_steps=10,
 )
@@ -150,15 +158,14 @@ def training_flags(size: Size, folder: Folder) -> list[str]:
         "moe-router-load-balancing-type": "aux_loss",
         "moe-aux-loss-coeff": 1e-3,
         "moe-token-dispatcher-type": "alltoall",
-        "expert-model-parallel-size": RANKS,
-        # Twice the slots that the experts need; every rank is taken for a node of its own.
-        "resilient-slots-per-rank": 2 * EXPERTS // RANKS,
-        "resilient-min-replicas": 1,
-        "resilient-ranks-per-node": 1,
+        "expert-model-parallel-size": NODES,
+        # Three times the slots that the experts need.
+        "resilient-slots-per-rank": 3 * EXPERTS // NODES,
+        "resilient-min-replicas": 2,
         "resilient-rebalance-interval": size.saved_step // 4,
         "resilient-check-replicas-interval": size.saved_step // 4,
         "micro-batch-size": 2,
-        "global-batch-size": 2 * RANKS,
+        "global-batch-size": 2 * NODES,
         "train-iters": size.steps,
         "lr": 3e-3,
         "min-lr": 1e-4,
@@ -183,18 +190,23 @@ def training_flags(size: Size, folder: Folder) -> list[str]:
 
 
 def train_until_killed(size: Size, folder: Folder) -> None:
-    """Starts training; some steps after a checkpoint all ranks are killed."""
+    """Starts training; one node is killed, and some steps after a checkpoint all are."""
     heading(
-        f"Training: {RANKS} ranks, EP {RANKS}, {EXPERTS} experts, top-2, {size.layers} layers, "
+        f"Training: {NODES} nodes, EP {NODES}, {EXPERTS} experts, top-2, {size.layers} layers, "
         f"hidden {size.hidden_size}"
     )
     log = folder.log("train")
     with console.status("") as status, start(size, folder, log) as job:
-        status.update(f"starting {RANKS} ranks")
+        status.update(f"starting {NODES} nodes")
         for event in job.follow():
             show(event, size, status)
-            if event["event"] == "step" and event["step"] == size.killed_step:
-                say(f"SIGKILL to {job.kill()} ranks, as if the power had failed")
+            if event["event"] != "step" or event.get("replayed"):
+                continue
+            if event["step"] == size.node_killed_step:
+                say(f"SIGKILL to {LOST_NODE}")
+                job.kill_node(LOST_NODE)
+            if event["step"] == size.killed_step:
+                say(f"SIGKILL to {job.kill()} nodes, as if the power had failed")
                 return
     raise DemoError(f"training ended before step {size.killed_step}", log)
 
@@ -204,7 +216,7 @@ def resume(size: Size, folder: Folder) -> None:
     heading(f"Resuming from the checkpoint of step {size.saved_step}: the same command again")
     log = folder.log("resume")
     with console.status("") as status, start(size, folder, log) as job:
-        status.update(f"starting {RANKS} ranks")
+        status.update(f"starting {NODES} nodes")
         for event in job.follow():
             show(event, size, status)
     if job.exit_code != 0:
@@ -212,9 +224,9 @@ def resume(size: Size, folder: Folder) -> None:
 
 
 def start(size: Size, folder: Folder, log: Path) -> TrainingJob:
-    """Starts the ranks."""
-    say(f"command and output of the ranks: {log}")
-    return TrainingJob(RANKS, training_flags(size, folder), folder.run, log)
+    """Starts the nodes."""
+    say(f"command and output of the nodes: {log}")
+    return TrainingJob(NODES, training_flags(size, folder), folder.run, log)
 
 
 def show(event: Event, size: Size, status: Status) -> None:
@@ -227,6 +239,8 @@ def show(event: Event, size: Size, status: Status) -> None:
         status.update(line)
         if event["step"] == 1 or event["step"] % size.shown_interval_steps == 0:
             say(line)
+    elif event["event"] == "recovery":
+        say(recovery_line(event))
     elif event["event"] == "checkpoint_saved":
         say(f"checkpoint of step {event['step']}: training waited {event['stall_seconds']:.1f} s")
     elif event["event"] == "checkpoint_loaded":
@@ -235,7 +249,7 @@ def show(event: Event, size: Size, status: Status) -> None:
 
 def write_report(folder: Folder) -> Path:
     """Makes the page of the whole run."""
-    heading("Report: loss, speed, expert load and checkpoints on one page")
+    heading("Report: loss, speed, expert load, members and recoveries on one page")
     run_program(["report", str(folder.run)], folder.log("report"))
     return folder.run / "report.html"
 
@@ -298,7 +312,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path("demo_run"), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="one minute: it learns little")
     args = parser.parse_args()
-    # Whoever ends the demo ends the ranks: SIGTERM unwinds the stack as Ctrl-C does.
+    # Whoever ends the demo ends the nodes: SIGTERM unwinds the stack as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return 0 if demo(QUICK if args.quick else FULL, Folder(args.dir)) else 1

@@ -86,6 +86,17 @@ class Balance:
         return f"{self.with_replicas:.2f} ({same} {self.without:.2f})"
 
 
+def recovery_line(event: Event) -> str:
+    """Says in one line how training went on after a loss or with a node that came back."""
+    nodes = [f"without {node}" for node in event["lost_nodes"]]
+    nodes += [f"with {node} again" for node in event["joined_nodes"]]
+    return (
+        f"{' and '.join(nodes)}: {event['world_size']} nodes go on after "
+        f"{sum(event['seconds'].values()):.1f} s, state from {event['source']}, "
+        f"{event['lost_steps']} steps lost"
+    )
+
+
 def _experts_a_rank(event: Event) -> int:
     return -(-len(event["tokens"]) // len(event["rank_tokens"]))
 
@@ -103,6 +114,7 @@ class Result:
         validation_loss: step -> loss of each evaluation.
         tokens_per_second: median.
         balance: see there.
+        recoveries: the events of the node that was killed and came back.
         repeated: see there.
     """
 
@@ -110,6 +122,7 @@ class Result:
     validation_loss: dict[int, float]
     tokens_per_second: float
     balance: Balance
+    recoveries: tuple[Event, ...]
     repeated: Repeated
 
     @classmethod
@@ -127,14 +140,24 @@ class Result:
             },
             tokens_per_second=summary.tokens_per_second or 0.0,
             balance=Balance.of(events),
+            recoveries=tuple(event for event in events if event["event"] == "recovery"),
             repeated=Repeated.of(events),
         )
 
     @property
     def good(self) -> bool:
-        """Whether the resume was exact and the loss fell."""
+        """Whether the node was lost without a step, the resume was exact and the loss fell."""
         start, end = self.training_loss
-        return self.repeated.exact and end < start
+        return self.survived and self.repeated.exact and end < start
+
+    @property
+    def survived(self) -> bool:
+        """Whether a node was lost and came back, from memory and without a lost step."""
+        causes = [event["cause"] for event in self.recoveries]
+        costless = all(
+            event["source"] == "memory" and event["lost_steps"] == 0 for event in self.recoveries
+        )
+        return costless and causes == ["failure", "join"]
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns (name, value) for people."""
@@ -150,5 +173,6 @@ class Result:
             ),
             ("tokens/s", f"{self.tokens_per_second:,.0f} (median over steps)"),
             ("max / mean tokens per rank", str(self.balance)),
+            *((f"after step {event['step']}", recovery_line(event)) for event in self.recoveries),
             ("resume exact", str(self.repeated)),
         ]

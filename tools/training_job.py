@@ -1,6 +1,7 @@
-"""A torchrun job on this machine: start it, follow its events while it trains, kill it by pid."""
+"""An elastic job on this machine: start it, follow its events, kill one node or all of it by pid."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,20 +17,22 @@ from megatron_resilient.telemetry import EVENTS_FILE, Event, read_events
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_moe.py"
 POLL_SECONDS = 0.25
+REJOIN_SECONDS = 2
 
 
 class TrainingJob:
-    """`examples/pretrain_moe.py` on several ranks; a context manager that leaves none behind.
+    """`examples/pretrain_moe.py` on emulated nodes; a context manager that leaves none behind.
 
     Attributes:
         log: what the ranks print, after the command line that started them.
     """
 
-    def __init__(self, ranks: int, flags: Sequence[str], run_dir: Path, log: Path) -> None:
+    def __init__(self, nodes: int, flags: Sequence[str], run_dir: Path, log: Path) -> None:
         """Starts the job.
 
         Args:
-            ranks: processes, all on the CPU.
+            nodes: emulated ones, node0 and so on, with one process each, all on the CPU. One that
+                is killed comes back after REJOIN_SECONDS.
             flags: of the script; the run folder and the device are added.
             run_dir: the job appends its events there.
             log: file for what the ranks print; an older one is replaced.
@@ -41,8 +44,9 @@ class TrainingJob:
         self._run_dir = run_dir
         self._seen = len(self._events())
         command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(ranks)),
+            *(sys.executable, "-m", "megatron_resilient.cli", "run"),
+            *("--emulate-nodes", str(nodes), "--rejoin-after", str(REJOIN_SECONDS)),
+            *("--join-window", "1", "--max-restarts", "0"),
             *(str(SCRIPT), *flags),
             *("--resilient-device", "cpu", "--resilient-run-dir", str(run_dir)),
         ]
@@ -80,22 +84,34 @@ class TrainingJob:
         """Of the launcher: 0 if all ranks ended well, None while it runs."""
         return self._launcher.poll()
 
+    def kill_node(self, node: str) -> None:
+        """Kills a node's agent with SIGKILL; its training process dies with it.
+
+        Raises:
+            LookupError: the log names no agent of that node.
+        """
+        started = re.compile(rf"\[{node}\] agent (\d+) started workers")
+        agents = started.findall(self.log.read_text(encoding="utf-8", errors="replace"))
+        if not agents:
+            raise LookupError(f"{self.log}: no agent of {node}")
+        psutil.Process(int(agents[-1])).kill()
+
     def kill(self) -> int:
-        """Kills the ranks and the launcher with SIGKILL.
+        """Kills all of the job with SIGKILL.
 
         Returns:
-            How many ranks were alive.
+            How many nodes were alive.
         """
         if self.exit_code is not None:
             return 0
         # Stopped first, so that it starts none while we count them.
         self._launcher.suspend()
-        ranks = self._launcher.children()
+        nodes = [child for child in self._launcher.children() if child.children()]
         processes = [self._launcher, *self._launcher.children(recursive=True)]
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)
-        return len(ranks)
+        return len(nodes)
 
     def __enter__(self) -> Self:
         return self
@@ -114,9 +130,7 @@ class TrainingJob:
 
 def _environment() -> dict[str, str]:
     return {
-        "OMP_NUM_THREADS": "1",  # the ranks share the cores
-        "GLOO_SOCKET_IFNAME": "lo",  # the host's name may not resolve, and need not
-        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # the nodes share the cores
         # Missing Transformer Engine and Apex are named once per rank and module.
         "PYTHONWARNINGS": "ignore::UserWarning",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1017,7 +1017,10 @@ class Membership:
             "step": self._step(),
             "tokens_per_second": fact("tokens_per_second"),
             "imbalance": fact("imbalance"),
-            "guaranteed_losses": fact("guaranteed_losses"),
+            # Each rank speaks for its pipeline stage.
+            "guaranteed_losses": min(
+                (r["guaranteed_losses"] for r in reports if "guaranteed_losses" in r), default=None
+            ),
             "min_nodes": self._least(),
             "nodes": [
                 self._describe_node(now, node, rank_of) for node in sorted(nodes, key=node_order)

@@ -101,8 +101,17 @@ class RunRecord:
         """Appends one event of this process at the current step."""
         self.log.emit(event, step=self.step, **fields)
 
-    def after_step(self, seconds: float, result: tuple, learning_rate: float | None) -> None:
-        """Records one `train_step`: its loss and speed, and now and then the expert loads."""
+    def after_step(
+        self, seconds: float, result: tuple, learning_rate: float | None, replayed: bool = False
+    ) -> None:
+        """Records one `train_step`: its loss and speed, and now and then the expert loads.
+
+        Args:
+            seconds: that it took.
+            result: what train_step returned.
+            learning_rate: after it.
+            replayed: it had committed in the generation before.
+        """
         args = get_args()
         losses, skipped, grad_norm = result[0], result[1], result[5]
         self.step += 1
@@ -119,6 +128,7 @@ class RunRecord:
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 learning_rate=learning_rate,
                 skipped=bool(skipped),
+                **({"replayed": True} if replayed else {}),
             )
         every = self.config.telemetry.expert_load_interval
         if every and self.step % every == 0:
@@ -139,7 +149,9 @@ class RunRecord:
             return
         for layer, tokens in loads.items():
             mean = sum(tokens) / len(tokens)
-            _plot(f"moe/load_imbalance_layer_{layer}", max(tokens) / mean if mean else 1, self.step)
+            imbalance = max(tokens) / mean if mean else 1.0
+            self.latest["imbalance"] = max(imbalance, self.latest.get("imbalance", 1.0))
+            _plot(f"moe/load_imbalance_layer_{layer}", imbalance, self.step)
 
     @property
     def speaks_for_stage(self) -> bool:

@@ -19,7 +19,7 @@ from megatron_resilient.algorithms.token_assignment import assign_tokens
 from megatron_resilient.errors import NonFiniteRouterError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no single truth; a new placement is a new map
 class SlotMap:
     """Where the slots of one layer are.
 

@@ -97,7 +97,7 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         # Steps may have been skipped in between (--iterations-to-skip): they never come here.
         _record.step = kwargs.get("iteration", _record.step)
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
-        _record.after_step(seconds, result, _learning_rate(optimizer))
+        _record.after_step(seconds, result, _learning_rate(optimizer), replayed is not None)
         if _replicas is not None and replayed is None:
             _replicas.after_step(_record, seconds)
         if elastic is not None:

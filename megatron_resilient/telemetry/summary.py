@@ -155,8 +155,12 @@ def replay(events: Iterable[Event]) -> tuple[dict[int, Event], list[list[Event]]
             continue  # a writer that has not yet noticed that its generation is over
         if this > attempt:
             attempt = this
-            if rolled_back := sorted(step for step in done if step >= event["step"]):
+            # A step that had committed before the failure is told again, not done again.
+            again = bool(event.get("replayed"))
+            if rolled_back := sorted(step for step in done if step >= event["step"] + again):
                 rollbacks.append([done.pop(step) for step in rolled_back])
+        if event.get("replayed") and event["step"] in done:
+            continue
         done[event["step"]] = event
     return done, rollbacks
 

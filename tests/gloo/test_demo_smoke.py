@@ -30,7 +30,10 @@ def test_demo_is_killed_resumes_exactly_and_reports(tmp_path):
         env=os.environ | {"COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "SIGKILL to 4 ranks" in done.stdout
+    assert "SIGKILL to node2" in done.stdout
+    assert "without node2: 3 nodes go on after" in done.stdout
+    assert "with node2 again: 4 nodes go on after" in done.stdout
+    assert "SIGKILL to 4 nodes" in done.stdout
     assert "same loss and gradient norm in every bit" in done.stdout
     assert "max / mean tokens per rank" in done.stdout
     assert (folder / "run" / "report.html").stat().st_size > 10_000
@@ -40,11 +43,11 @@ def test_demo_is_killed_resumes_exactly_and_reports(tmp_path):
     assert kinds.count("run_start") == 2
     assert kinds.count("run_end") == 1
     steps = [event for event in events if event["event"] == "step"]
-    assert steps[-1]["step"] == 40
+    assert steps[-1]["step"] == 60
     assert steps[-1]["loss"]["lm loss"] < 0.9 * steps[0]["loss"]["lm loss"]
-    # Every 11 steps, and at the end. That after step 22 was done twice.
+    # Every 11 steps, and at the end. That after step 44 was done twice.
     validations = [event for event in events if event["event"] == "evaluation"]
-    assert [event["step"] for event in validations] == [11, 22, 22, 33, 40]
+    assert [event["step"] for event in validations] == [11, 22, 33, 44, 44, 55, 60]
     assert all(event["loss"]["lm loss"] < 8.5 for event in validations)
 
 
@@ -67,7 +70,7 @@ def test_killed_job_leaves_no_process(tools, tmp_path, monkeypatch):
     script.write_text(
         "import os, time\n"
         "from megatron_resilient.telemetry import EventLog\n"
-        f"log = EventLog({str(tmp_path)!r}, rank=int(os.environ['RANK']))\n"
+        f"log = EventLog({str(tmp_path)!r}, rank=int(os.environ['LOCAL_RANK']))\n"
         "log.emit('member_join', member=str(os.getpid()))\n"
         "time.sleep(600)\n"
     )
@@ -93,8 +96,8 @@ def test_job_that_fails_says_so(tools, tmp_path, monkeypatch):
     assert "no such thing" in (tmp_path / "log").read_text()
 
 
-def run_of(folder, *jobs):
-    """Writes a run whose jobs did the given steps: {step: loss}."""
+def run_of(folder, *jobs, lost=0):
+    """Writes a run whose jobs did the given steps: {step: loss}; a node was lost in the first."""
     with EventLog(folder, rank=0) as log:
         for job in jobs:
             log.emit("run_start", world_size=1)
@@ -109,6 +112,17 @@ def run_of(folder, *jobs):
                     learning_rate=0.1,
                 )
             log.emit("evaluation", max(job), loss={"lm loss": loss})
+            for cause in ("failure", "join") if job is jobs[0] else ():
+                names = {"lost_nodes": [], "joined_nodes": [], "world_size": 1}
+                log.emit(
+                    "recovery",
+                    min(job),
+                    seconds={"detect": 0.1},
+                    cause=cause,
+                    source="memory",
+                    lost_steps=lost,
+                    **names,
+                )
             loads = {"tokens": [3, 1, 1, 1], "rank_tokens": [3, 3], "steps": 1}
             log.emit("expert_load", max(job), layer=1, **loads)
     return read_events(folder)
@@ -126,6 +140,8 @@ def test_result_compares_the_steps_that_were_done_twice(tools, tmp_path):
     assert other.repeated.different == (3,)
     assert not other.good
     assert "NO" in dict(other.rows())["resume exact"]
+    costly = run_of(tmp_path / "e", {1: 2.0, 2: 1.0, 3: third}, {2: 1.0, 3: third}, lost=1)
+    assert not Result.of(costly).good
     never = Result.of(run_of(tmp_path / "c", {1: 2.0}, {2: 1.0}))
     assert not never.repeated.exact
     rising = Result.of(run_of(tmp_path / "d", {1: 1.0, 2: 3.0}, {2: 3.0}))

@@ -31,6 +31,7 @@ from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.recovery.outcome import Outcome, StepLosses
 from megatron_resilient.mcore.recovery.progress import Progress
 from megatron_resilient.mcore.recovery.rejoined import Rejoined
+from megatron_resilient.mcore.token_dispatcher import SlotMap
 
 
 class LiveState:
@@ -53,6 +54,7 @@ class LiveState:
         outcome: what came of that step.
         replay: the same, if Megatron has yet to log, evaluate and save after that step.
         extra: what leaving ranks handed over.
+        redundancy: (placement, how many nodes may be lost with it).
         staged: gives what a move that was cut short has brought; see `Rebalancer.staged`.
     """
 
@@ -71,6 +73,7 @@ class LiveState:
         self.outcome: Outcome | None = None
         self.extra = Arrays()
         self.staged: Callable[[], list[tuple[int, int, str, dict[str, torch.Tensor]]]] = list
+        self.redundancy: tuple[list[SlotMap], int] | None = None
         self._mirror: Mirror | None = None
         self._member = member
         self._coordinate = coordinate()
@@ -180,6 +183,11 @@ class LiveState:
     def arrays(self) -> Arrays:
         """Returns all state, between two steps."""
         return merged(everything(self.model, self.optimizer), stepped(self._guarded()))
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether dense optimizer shards are kept twice."""
+        return self._mirror is not None
 
     def _guarded(self) -> list[Owned]:
         return self._mirror.owned if self._mirror else []

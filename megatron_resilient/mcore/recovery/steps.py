@@ -13,7 +13,9 @@ from megatron_resilient.mcore import uneven
 from megatron_resilient.mcore.recovery import faults, hand_over
 from megatron_resilient.mcore.recovery.live_state import LiveState
 from megatron_resilient.mcore.recovery.outcome import Outcome
+from megatron_resilient.mcore.recovery.redundancy import guaranteed_losses
 from megatron_resilient.mcore.recovery.session import Boundary, Session
+from megatron_resilient.mcore.run_record import RunRecord
 
 
 def train_step(
@@ -54,7 +56,7 @@ def train_step(
     return result, None
 
 
-def recorded(session: Session, record: Any, loads: dict[int, list[int]]) -> None:
+def recorded(session: Session, record: RunRecord, loads: dict[int, list[int]]) -> None:
     """To be called when a step has been recorded and experts have been moved.
 
     Args:
@@ -65,7 +67,13 @@ def recorded(session: Session, record: Any, loads: dict[int, list[int]]) -> None
     live = session.live
     assert live is not None
     live.loads = loads
-    session.member.report(step=live.progress.step, **record.latest)
+    slots = [layer.slots for layer in record.replicated]
+    if live.redundancy is None or live.redundancy[0] != slots:  # experts have moved
+        assert session.world is not None
+        least = guaranteed_losses(record.replicated, session.world, live.is_mirrored)
+        live.redundancy = slots, least
+    facts = record.latest | {"guaranteed_losses": live.redundancy[1]}
+    session.member.report(step=live.progress.step, **facts)
     session.tell_recovery(record)
 
 
