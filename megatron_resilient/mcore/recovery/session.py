@@ -120,7 +120,9 @@ class Session:
         self.clock["formed"] = time.time()
         began = self.world.times.get("started", self.world.times["formed"])
         seat = self.world.seats[self.world.rank]
-        faults.install(FaultInjector(wanted_faults, seat.node, seat.local_rank, began))
+        newest = self.newest()
+        done = newest["step"] if newest else self.world.newest_step or None
+        faults.install(FaultInjector(wanted_faults, seat.node, seat.local_rank, began, done))
         faults.point("recovery")
         os.environ.update(
             RANK=str(self.world.rank),
