@@ -7,11 +7,16 @@ from types import TracebackType
 from megatron_resilient.errors import ConfigError, ResilientError
 
 DEBUG_VARIABLE = "MEGATRON_RESILIENT_DEBUG"
+# Exit statuses of a training process; its agent starts it again after any other but 0.
+WRONG_USAGE = 2
+JOB_IS_OVER = 3
 
 
 def exit_code(error: ResilientError) -> int:
-    """Returns the exit status for an error: 2 for wrong usage, 1 for anything else."""
-    return 2 if isinstance(error, ConfigError) else 1
+    """Returns the exit status for an error: of usage, of an elastic job as a whole, or else 1."""
+    if isinstance(error, ConfigError):
+        return WRONG_USAGE
+    return JOB_IS_OVER if error.ends_job else 1
 
 
 def wants_traceback() -> bool:

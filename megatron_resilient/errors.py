@@ -2,7 +2,13 @@
 
 
 class ResilientError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose.
+
+    Attributes:
+        ends_job: it is one of the whole elastic job: processes that start again cannot help.
+    """
+
+    ends_job = False
 
 
 class ConfigError(ResilientError, ValueError):
@@ -60,13 +66,19 @@ class RefusedError(ResilientError):
 class CoordinatorLostError(ResilientError):
     """The coordinator stayed away longer than the limit."""
 
+    ends_job = True
+
 
 class TooFewNodesError(ResilientError):
     """Fewer nodes than the minimum stayed, and none came in time."""
 
+    ends_job = True
+
 
 class PartitionError(ResilientError):
     """This side of a cut network is the smaller one, or cannot know that it is not."""
+
+    ends_job = True
 
 
 class FencedError(ResilientError):
@@ -79,3 +91,5 @@ class HangError(ResilientError):
 
 class LostStateError(ResilientError):
     """No live rank has some of the training state, and no checkpoint can give it back."""
+
+    ends_job = True

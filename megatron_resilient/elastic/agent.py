@@ -26,6 +26,7 @@ from megatron_resilient.elastic.messages import (
     WorkerExit,
 )
 from megatron_resilient.elastic.worker_output import WorkerOutput
+from megatron_resilient.error_report import JOB_IS_OVER, WRONG_USAGE
 from megatron_resilient.errors import ConfigError, RefusedError
 
 WorkerBody = Callable[[dict[str, str]], NoReturn]
@@ -36,7 +37,6 @@ _TICK_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 1.0
-_WRONG_USAGE = 2
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,9 @@ class Agent:
         if not any(statuses):
             # Nobody else can say whether there is more to train than those who trained.
             return Outcome(0, "finished" if self._leaving_until is None else "left")
-        usage = _WRONG_USAGE in statuses
-        if usage or self._leaving_until is not None or self._stop is not None:
-            return Outcome(_WRONG_USAGE if usage else 1, "failed")
+        usage, over = WRONG_USAGE in statuses, JOB_IS_OVER in statuses
+        if usage or over or self._leaving_until is not None or self._stop is not None:
+            return Outcome(WRONG_USAGE if usage else 1, "failed")
         if self._restarts < self._settings.max_restarts:
             return None
         self._say(f"gives up: {self._describe(statuses)}")

@@ -5,7 +5,7 @@
     --resilient-fault "random mtbf=60 seed=7 nodes=8 kinds=kill-node,hang,leave"
 
 Several are separated by semicolons. A fault without a step strikes at the first point of its phase;
-each strikes once.
+each strikes once: whoever comes back after one takes up those of later steps.
 """
 
 import contextlib
@@ -162,6 +162,12 @@ def _positive(values: dict[str, str], name: str, default: float | None) -> float
     return number
 
 
+def _is_to_come(fault: Fault, passed: float, done: int | None) -> bool:
+    if fault.at_seconds is not None:
+        return fault.at_seconds > passed
+    return done is None or (fault.step is not None and fault.step > done + 1)
+
+
 class FaultInjector:
     """Strikes this process when its time has come.
 
@@ -172,6 +178,9 @@ class FaultInjector:
         began: Unix time in seconds at which the job began; earlier random faults were for a
             process before this one.
         cut: cuts this process off for the given seconds.
+        done: steps that were done when this process joined the job; faults up to the step after
+            were for a process before this one, and so were those without a step. None if it was
+            there at the start.
     """
 
     def __init__(
@@ -181,6 +190,7 @@ class FaultInjector:
         local_rank: int,
         began: float,
         cut: Callable[[float], None],
+        done: int | None = None,
     ):
         passed = time.time() - began
         self._began = began
@@ -188,8 +198,7 @@ class FaultInjector:
         self._waiting = [
             fault
             for fault in faults
-            if fault.strikes(node, local_rank)
-            and (fault.at_seconds is None or fault.at_seconds > passed)
+            if fault.strikes(node, local_rank) and _is_to_come(fault, passed, done)
         ]
         self._slow: tuple[float, int] | None = None  # (seconds, last step)
 

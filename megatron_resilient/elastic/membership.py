@@ -49,6 +49,7 @@ from megatron_resilient.elastic.rules import Rules
 from megatron_resilient.elastic.seats import Candidate, assign_seats, node_order
 from megatron_resilient.elastic.stragglers import Stragglers
 from megatron_resilient.elastic.world import HeldWorld, Seat
+from megatron_resilient.error_report import WRONG_USAGE
 from megatron_resilient.errors import ProtocolError
 
 _STORE_PAUSE_SECONDS = 1.0
@@ -424,7 +425,8 @@ class Membership:
     def _hear_finish(self, now: float, process: Process, finish: Finish) -> None:
         if finish.error and process.member and self._ending is None:
             process.finished = finish.exit
-            self._end(finish.exit, finish.error, finish.message)
+            code = WRONG_USAGE if finish.exit == WRONG_USAGE else 1
+            self._end(code, finish.error, finish.message)
             return
         if finish.exit and self._ending is None:
             why = f"a worker ended with exit code {finish.exit}"

@@ -16,8 +16,8 @@ def run(main: Callable[[], Any]) -> None:
     the set of nodes has changed, and training goes on from memory.
 
     An error of ours ends the process with one line on stderr and a non-zero status: 2 for wrong
-    usage, 1 for anything else. MEGATRON_RESILIENT_DEBUG=1 shows the traceback as well. Other
-    exceptions pass through.
+    usage, 3 if an elastic job is over, 1 for anything else. MEGATRON_RESILIENT_DEBUG=1 shows the
+    traceback as well. Other exceptions pass through.
     """
     exit_code = 1
     try:

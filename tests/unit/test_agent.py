@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_resilient import error_report
 from megatron_resilient.elastic.agent import AgentSettings
 from megatron_resilient.elastic.messages import Beat, Hello, Leave, Stop, WorkerExit
 from megatron_resilient.elastic.node_id import default_node_id
@@ -141,9 +142,12 @@ def test_workers_that_failed_start_again_as_often_as_allowed(coordinator, start)
     assert "gives up: worker 0 exited with 5" in err
 
 
-def test_wrong_usage_is_not_tried_again(coordinator, start):
-    outcome, _, err = end(start("import sys; sys.exit(2)", restarts=3))
-    assert outcome == "2 failed"
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(error_report.WRONG_USAGE, 2), (error_report.JOB_IS_OVER, 1)]
+)
+def test_what_cannot_help_is_not_tried_again(coordinator, start, status, outcome):
+    told, _, err = end(start(f"import sys; sys.exit({status})", restarts=3))
+    assert told == f"{outcome} failed"
     assert err.count("started workers") == 1
 
 

@@ -37,9 +37,7 @@ def build(
     """
     newest = session.newest()
     if newest is None:
-        built = original(*args, **kwargs)
-        session.model = built[0]
-        return built, _start_again(session)
+        return _start(session, original, *args, **kwargs)
     options = get_args()
     asked = options.load, options.pretrained_checkpoint
     options.load = options.pretrained_checkpoint = None
@@ -84,18 +82,48 @@ def build(
     return built, rejoined
 
 
-def _start_again(session: Session) -> Rejoined | None:
-    """Says what it costs that nobody has any state, if the job had come further before."""
+def _start(
+    session: Session, original: Callable[..., Built], *args: Any, **kwargs: Any
+) -> tuple[Built, Rejoined | None]:
+    """Builds a model of which nobody has any state: the job begins, or lost all of its nodes.
+
+    Raises:
+        LostStateError: they are lost, and there is no checkpoint.
+    """
     assert session.world is not None
-    step, newest = get_args().iteration, session.world.newest_step
-    if newest <= step:
-        return None
-    if not step:
+    options, reached = get_args(), session.world.newest_step
+    asked = options.load
+    if reached:
+        options.load = _newest_checkpoint(f"the state of step {reached}")
+    try:
+        built = original(*args, **kwargs)
+    finally:
+        options.load = asked
+    session.model = built[0]
+    if not reached:
+        return built, None
+    step = options.iteration
+    return built, Rejoined("checkpoint", step, lost_steps=max(0, reached - step))
+
+
+def _newest_checkpoint(lost: str) -> str:
+    """Returns the folder with the newest checkpoint, and says that it is needed.
+
+    Raises:
+        LostStateError: there is none.
+    """
+    options = get_args()
+    folders = [folder for folder in (options.save, options.load) if folder]
+    folder: str | None = next((folder for folder in folders if checkpoint_exists(folder)), None)
+    if folder is None:
         raise LostStateError(
-            f"all nodes were lost at step {newest}, and there is no checkpoint to go back to: "
-            "start again, with --save and --load"
+            f"no live rank has {lost}, and there is no checkpoint in "
+            f"{' or '.join(folders) or '--save or --load'}: start again, with more slots "
+            "(--resilient-slots-per-rank) or with --save"
         )
-    return Rejoined("checkpoint", step, lost_steps=newest - step)
+    if torch.distributed.get_rank() == 0:
+        print(f"WARNING: no live rank has {lost}; loading it from {folder}", flush=True)
+    return folder
 
 
 def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:
@@ -121,17 +149,7 @@ def _load(session: Session, built: Built, planned: refill.Refill) -> int:
     from megatron.training import training
 
     options = get_args()
-    lost = _describe(planned)
-    folders = [folder for folder in (options.save, options.load) if folder]
-    folder = next((folder for folder in folders if checkpoint_exists(folder)), None)
-    if folder is None:
-        raise LostStateError(
-            f"no live rank has {lost}, and there is no checkpoint in "
-            f"{' or '.join(folders) or '--save or --load'}: start again, with more slots "
-            "(--resilient-slots-per-rank) or with --save"
-        )
-    if torch.distributed.get_rank() == 0:
-        print(f"WARNING: no live rank has {lost}; loading it from {folder}", flush=True)
+    folder = _newest_checkpoint(_describe(planned))
     asked = options.load
     options.load = folder
     try:

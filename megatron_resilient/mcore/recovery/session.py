@@ -120,8 +120,12 @@ class Session:
         self.clock["formed"] = time.time()
         began = self.world.times.get("started", self.world.times["formed"])
         seat = self.world.seats[self.world.rank]
+        newest = self.newest()
+        done = newest["step"] if newest else self.world.newest_step or None
         faults.install(
-            FaultInjector(wanted_faults, seat.node, seat.local_rank, began, self.member.cut_off)
+            FaultInjector(
+                wanted_faults, seat.node, seat.local_rank, began, self.member.cut_off, done
+            )
         )
         faults.point("recovery")
         os.environ.update(
