@@ -108,7 +108,7 @@ def test_a_process_that_came_back_is_struck_by_later_faults_only(monkeypatch):
     killed = []
     monkeypatch.setattr(faults.os, "kill", lambda pid, number: killed.append(number))
     asked = parse_faults("hang node=0 phase=save; kill node=0 step=7; hang node=0 step=8")
-    injector = FaultInjector(asked, "node0", 0, began=0.0, done=6)
+    injector = FaultInjector(asked, "node0", 0, began=0.0, cut=print, done=6)
     for step in range(7, 10):
         for phase in ("forward", "save"):
             injector.point(phase, step)
