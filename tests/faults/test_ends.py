@@ -65,7 +65,7 @@ def test_all_nodes_are_lost_at_once(start, reference, tmp_path, saves):
         assert "LostStateError: no live rank has the state of step" in job.output
         return
     job.ok()
-    (recovery,) = job.recoveries
+    recovery = job.recoveries[0]  # the second node may join a little later
     assert recovery["source"] == "checkpoint"
     assert recovery["step"] % 4 == 1  # the first step after a checkpoint
     plain = reference(2, train_iters=40)
@@ -110,20 +110,22 @@ def test_a_coordinator_that_stays_away_ends_the_run_with_a_checkpoint(start, tmp
 
 def test_a_job_that_is_told_to_end_saves_and_goes_on_later(start, reference, tmp_path):
     save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1000}
-    job = start(4, train_iters=60, **save)
+    long = {"train_iters": 40, "resilient_slots_per_rank": 8}
+    job = start(4, **long, **save)
     job.until_step(5)
     os.kill(job.pid, signal.SIGTERM)
     job.ok()
+    assert not job.recoveries  # all left at one boundary
     last = max(job.losses)
-    assert 5 <= last < 60
+    assert 5 <= last < 40
     assert saved_step(tmp_path / "save") == last
     later = start(
         3,
-        train_iters=60,
+        **long,
         **save,
         resilient_fault=f"kill-node node=0 step={last + 2} phase=backward",
     ).ok()
-    plain = reference(4, train_iters=60)
+    plain = reference(4, **long)
     assert job.losses | later.losses == pytest.approx(plain.losses, rel=1e-5)
     done = {step: samples for step, samples in job.samples().items() if step <= last}
     assert done | later.samples() == plain.samples()
