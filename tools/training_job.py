@@ -1,4 +1,4 @@
-"""An elastic job on this machine: start it, follow its events, kill one node or all of it by pid."""
+"""An elastic job on this machine: start it, follow its events, kill a node or all of it by pid."""
 
 import os
 import re

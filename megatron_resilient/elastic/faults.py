@@ -15,7 +15,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_resilient.errors import ConfigError
@@ -177,6 +177,7 @@ class FaultInjector:
         local_rank: its number there.
         began: Unix time in seconds at which the job began; earlier random faults were for a
             process before this one.
+        cut: cuts this process off for the given seconds.
         done: steps that were done when this process joined the job; faults up to the step after
             were for a process before this one, and so were those without a step. None if it was
             there at the start.
@@ -188,10 +189,12 @@ class FaultInjector:
         node: str,
         local_rank: int,
         began: float,
+        cut: Callable[[float], None],
         done: int | None = None,
     ):
         passed = time.time() - began
         self._began = began
+        self._cut = cut
         self._waiting = [
             fault
             for fault in faults
@@ -248,8 +251,4 @@ class FaultInjector:
         elif fault.kind == "leave":
             os.kill(os.getppid(), signal.SIGTERM)
         elif fault.kind == "cut":
-            self.cut(fault.seconds)
-
-    def cut(self, seconds: float) -> None:
-        """Cuts this process off; replaced by who has the connections."""
-        raise NotImplementedError
+            self._cut(fault.seconds)

@@ -57,6 +57,7 @@ class Link:
         self._attempt: _Attempt | None = None
         self._pause = 0.0
         self._next_attempt = 0.0
+        self._away_until = 0.0
         self._lost_at = time.monotonic()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -95,6 +96,11 @@ class Link:
         """Ends the owner's `wait` at once. For any thread."""
         with contextlib.suppress(BlockingIOError, OSError):  # woken already, or closed
             self._waker.send(b"\0")
+
+    def keep_away(self, seconds: float) -> None:
+        """Has the link broken for so long, as if the network were cut. For any thread."""
+        self._away_until = time.monotonic() + seconds
+        self.wake()
 
     def wait(
         self, timeout_seconds: float, others: Collection[int] = ()
@@ -172,6 +178,11 @@ class Link:
 
     def _connect(self) -> None:
         """Takes over a connection that was made, or starts the next attempt when it is time."""
+        if time.monotonic() < self._away_until:
+            if self._connection is not None:
+                self._lose(ConnectionAbortedError("the connection was cut on purpose"))
+            self._next_attempt = self._away_until
+            return
         if self._connection is not None:
             return
         attempt = self._attempt

@@ -30,6 +30,7 @@ from megatron_resilient.elastic.messages import (
     Whereabouts,
     WhereQuery,
 )
+from megatron_resilient.elastic.sockets import cut_sockets
 from megatron_resilient.elastic.world import HeldWorld, Seat, World
 from megatron_resilient.errors import CoordinatorLostError, ResilientError
 
@@ -216,6 +217,11 @@ class Member:
             self._closing = True
         self._link.wake()
         self._watchdog.join(_FINISH_SECONDS)
+
+    def cut_off(self, seconds: float) -> None:
+        """Ends all connections and reaches nobody for so long: a fault to inject."""
+        self._link.keep_away(seconds)
+        cut_sockets(())
 
     def spared_inodes(self) -> set[int]:
         """Returns the inodes of sockets that a fence must not cut. For any thread."""

@@ -11,6 +11,22 @@ COORDINATOR = "MEGATRON_RESILIENT_COORDINATOR"  # host:port, set by the agent of
 # May differ between nodes, or between generations.
 _LOCAL = ("local_rank", "rank", "resilient_fault", "inprocess_active_world_size")
 
+# (attribute, is it in the way?, why)
+_REFUSED = (
+    ("use_precision_aware_optimizer", bool, "its fp32 copies are out of reach"),
+    ("optimizer_cpu_offload", bool, "its copies are out of reach"),
+    ("optimizer_cuda_graph", bool, "a captured step cannot agree with the others"),
+    ("use_megatron_fsdp", bool, "its shards cannot be refilled"),
+    ("use_torch_fsdp2", bool, "its shards cannot be refilled"),
+    ("num_distributed_optimizer_instances", lambda v: (v or 1) > 1, "shards are kept in one place"),
+    (
+        "optimizer",
+        lambda v: v not in ("adam", "sgd"),
+        "only Adam's and SGD's state can be refilled",
+    ),
+    ("moe_use_upcycling", bool, "upcycle first, then start from its checkpoint"),
+)
+
 
 def is_elastic() -> bool:
     """Tells whether this process is a worker of an elastic run."""
@@ -59,8 +75,17 @@ def adapt(args: argparse.Namespace) -> None:
             "--decrease-batch-size-if-needed: an elastic run keeps its batch in every world; drop "
             "the flag"
         )
+    for name, in_the_way, why in _REFUSED:
+        value = getattr(args, name, None)
+        if in_the_way(value):
+            raise ConfigError(f"--{name.replace('_', '-')} {value} in an elastic run: {why}")
     if not args.num_experts:
         return
+    if getattr(args, "mtp_num_layers", None):
+        raise ConfigError(
+            f"--mtp-num-layers {args.mtp_num_layers} in an elastic run: experts of multi-token "
+            "prediction have no replicas and cannot be refilled"
+        )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     asked = args.expert_model_parallel_size, args.resilient_slots_per_rank

@@ -1,5 +1,7 @@
 """Pieces of state between ranks: stretches are cut and joined, whatever lies where."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +19,7 @@ def stretches(cuts, fill):
     whole = {"main": torch.arange(LENGTH).float(), "moment": torch.arange(LENGTH).double() * 2}
     return [
         (start, {k: v[start:stop].clone() if fill else v[start:stop] * 0 for k, v in whole.items()})
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
     ]
 
 

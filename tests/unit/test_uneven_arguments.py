@@ -209,3 +209,19 @@ def test_slots_that_the_world_needs_may_be_too_many_for_the_memory(world):
 def test_an_elastic_runs_batch_does_not_depend_on_the_world(world, changes, message):
     with pytest.raises(ConfigError, match=message):
         elastic(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer True in an"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp True in an elastic run: its shards"),
+        ({"optimizer": "muon"}, "--optimizer muon in an elastic run: only Adam's and SGD's"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers 1 in an elastic run: experts of"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2"),
+    ],
+)
+def test_what_cannot_be_refilled_is_refused(world, changes, message):
+    world(4)
+    with pytest.raises(ConfigError, match=message):
+        elastic(**changes)

@@ -122,7 +122,11 @@ class Session:
         seat = self.world.seats[self.world.rank]
         newest = self.newest()
         done = newest["step"] if newest else self.world.newest_step or None
-        faults.install(FaultInjector(wanted_faults, seat.node, seat.local_rank, began, done))
+        faults.install(
+            FaultInjector(
+                wanted_faults, seat.node, seat.local_rank, began, self.member.cut_off, done
+            )
+        )
         faults.point("recovery")
         os.environ.update(
             RANK=str(self.world.rank),
