@@ -96,6 +96,7 @@ class Membership:
         self._awaited_until = 0.0
         # Its end:
         self._evidence_at = 0.0  # seconds since 1970
+        self._last_sign = 0.0  # the same; 0 if nobody fell silent
         self._fence_text = ""
         self._out_until: float | None = None
         self._lost: dict[str, bool] = {}  # node -> whether its death is proven
@@ -580,6 +581,8 @@ class Membership:
             there = agent is not None and agent.answers(now, self._limits.heartbeat_timeout / 2)
             if now - process.heard > self._limits.heartbeat_timeout:
                 why = f"no heartbeat for {now - process.heard:.1f} s"
+                if self._live:
+                    self._last_sign = process.heard + self._offset
                 self._lose(now, process.node, why, proven=there)
             elif (
                 process.lost_at is not None
@@ -856,6 +859,8 @@ class Membership:
             joined_nodes=joined,
             planned=all(node in self._left or node in standing_by for node in lost),
             times={
+                # Of a loss that was noticed by silence; others are noticed at once.
+                "last_sign": unix if first else (self._last_sign or self._evidence_at),
                 "evidence": unix if first else self._evidence_at,
                 "fence": unix if first else self._evidence_at,
                 "formed": unix,
@@ -870,6 +875,7 @@ class Membership:
         self._next, self._store_port = self._next + 1, None
         self._slots = tuple((seat.node, seat.local_rank) for seat in seats)
         self._live, self._out_until, self._short_since = True, None, None
+        self._last_sign = 0.0
         self._progress_at, self._asked_at, self._window_at = now, None, now
         for process in list(self._processes.values()):
             process.member = process.paused = False

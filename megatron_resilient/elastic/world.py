@@ -33,8 +33,8 @@ class World:
         lost_nodes: members of the generation before that are not in this one.
         joined_nodes: the other way round.
         planned: whether all lost nodes left on purpose.
-        times: Unix times in seconds that the coordinator saw: `evidence` (first word of a failure),
-            `fence`, `formed`.
+        times: Unix times in seconds that the coordinator saw: `last_sign` (of a member that fell
+            silent, else as the next), `evidence` (first word of a failure), `fence`, `formed`.
         final: this world is there to save, and to end.
         donors: processes that hold state and have no seat: ranks do not fill a block of tensor- and
             pipeline-parallel ones. Before the world begins they give what only they hold; their

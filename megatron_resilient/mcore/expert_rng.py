@@ -13,6 +13,8 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 
+from megatron_resilient.comm.gather_json import gather_json
+
 
 def _name_of(expert_tp_rank: int, ep_rank: int) -> str:
     return f"{get_expert_parallel_rng_tracker_name()}/etp{expert_tp_rank}.ep{ep_rank}"
@@ -35,12 +37,12 @@ def with_all_expert_states(rng_state: Any) -> Any:
     states = getattr(rng_state, "data", rng_state)
     if own is None or not isinstance(states, list):
         return rng_state
-    everyone: list[Any] = [(_own_name(), own)]
+    everyone = {_own_name(): own}
     if group is not None and group.size() > 1:
-        everyone = [None] * group.size()
-        torch.distributed.all_gather_object(everyone, (_own_name(), own), group=group)
+        told = gather_json([_own_name(), own.cpu().tolist()], group)
+        everyone = {name: torch.tensor(numbers, dtype=own.dtype) for name, numbers in told}
     for state in states:
-        state["rng_tracker_states"] = {**state["rng_tracker_states"], **dict(everyone)}
+        state["rng_tracker_states"] = {**state["rng_tracker_states"], **everyone}
     return rng_state
 
 
