@@ -72,17 +72,21 @@ def test_a_joiner_is_lost_while_it_is_filled(start, reference):
     assert_same_run(job, reference(4, **LONG), ["node1", "node2"])
 
 
-def test_processes_hang_and_wake_up(start, reference):
+@pytest.mark.parametrize("fault", ["hang", "cut"])
+def test_a_process_falls_silent_and_comes_back(start, reference, fault):
+    """Stopped, or cut off from all others for longer than a silence may last."""
     job = start(
         4,
         {"heartbeat-timeout": 4, "fence-timeout": 30, "join-window": 1.5},
         **LONG,
-        resilient_fault="hang node=2 step=5 phase=backward",
+        resilient_fault=f"{fault} node=2 step=5 phase=backward"
+        + (" seconds=8" if fault == "cut" else ""),
     )
     job.until(lambda: job.recoveries)
     zombie = job.pids()["node2"][0]
     assert not gone(zombie)
-    os.kill(zombie, signal.SIGCONT)
+    if fault == "hang":
+        os.kill(zombie, signal.SIGCONT)
     job.until(lambda: gone(zombie))
     job.until_said(r"FencedError: node node2 is a member no longer")
     job.ok()
