@@ -78,6 +78,7 @@ class Membership:
         # By process id: what whoever is out for good is told when it comes back.
         self._dismissed: dict[str, Exit] = {}
         self._leaving: set[str] = set()
+        self._left_at = now  # when the last of them said so
         self._departing: frozenset[str] = frozenset()  # those that the coming boundary lets go
         self._settings: tuple[dict[str, Any], tuple[int, ...]] | None = None
         # The latest generation:
@@ -438,7 +439,7 @@ class Membership:
         if isinstance(message, WorkerExit):
             self._hear_exit(now, agent.hello.node, message)
         elif isinstance(message, Leave):
-            self._leave(agent.hello.node)
+            self._leave(now, agent.hello.node)
         elif not isinstance(message, Beat):
             raise ProtocolError(f"an agent may not say {message.TYPE!r}")
 
@@ -461,7 +462,7 @@ class Membership:
         elif isinstance(message, Leave):
             known = {p.node for p in self._processes.values()} | self._agents.keys()
             if message.node in known:
-                self._leave(message.node)
+                self._leave(now, message.node)
                 self._send(key, Answer({"node": message.node, "leaving": True}))
             else:
                 there = ", ".join(sorted(known, key=node_order)) or "none yet"
@@ -470,9 +471,10 @@ class Membership:
         else:
             raise ProtocolError(f"a client may not say {message.TYPE!r}")
 
-    def _leave(self, node: str) -> None:
+    def _leave(self, now: float, node: str) -> None:
         if node not in self._leaving:
             self._leaving.add(node)
+            self._left_at = now
             self._log(f"node {node} will leave at the next step boundary")
 
     # Who goes.
@@ -923,9 +925,10 @@ class Membership:
             self._release()
         if not self._live or self._pausing or self._final or self._awaited:
             return
-        if self._leaving.intersection(slot[0] for slot in self._slots) or self._would_be_seated(
-            now
-        ):
+        leaves = self._leaving.intersection(slot[0] for slot in self._slots)
+        # A job that is told to end hears it node by node, and is to save only once.
+        go = leaves and now - self._left_at >= self.rules.leave_window
+        if go or self._would_be_seated(now):
             self._order_boundary()
 
     def _release(self) -> None:

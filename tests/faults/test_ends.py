@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.support.elastic_pretrain import assert_same_run, worst
+from tests.support.elastic_pretrain import SLOW, assert_same_run, worst
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -56,7 +56,7 @@ def test_lost_experts_without_a_checkpoint_end_the_run(start):
 def test_all_nodes_are_lost_at_once(start, reference, tmp_path, saves):
     """Their workers are started again: no run begins anew in silence."""
     save = {"save": str(tmp_path / "save"), "save_interval": 4} if saves else {}
-    job = start(2, train_iters=40, **save)
+    job = start(2, train_iters=40, **SLOW, **save)
     job.until_step(10)
     for node in ("node0", "node1"):
         os.kill(job.node(node)["pids"][0], signal.SIGKILL)
@@ -65,10 +65,10 @@ def test_all_nodes_are_lost_at_once(start, reference, tmp_path, saves):
         assert "LostStateError: no live rank has the state of step" in job.output
         return
     job.ok()
-    (recovery,) = job.recoveries
+    recovery = job.recoveries[0]  # the second node may join a little later
     assert recovery["source"] == "checkpoint"
     assert recovery["step"] % 4 == 1  # the first step after a checkpoint
-    plain = reference(2, train_iters=40)
+    plain = reference(2, train_iters=40, **SLOW)
     assert job.losses == pytest.approx(plain.losses, rel=1e-5)
     assert job.samples() == plain.samples()
 
@@ -110,20 +110,22 @@ def test_a_coordinator_that_stays_away_ends_the_run_with_a_checkpoint(start, tmp
 
 def test_a_job_that_is_told_to_end_saves_and_goes_on_later(start, reference, tmp_path):
     save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1000}
-    job = start(4, train_iters=60, **save)
+    long = SLOW | {"train_iters": 40, "resilient_slots_per_rank": 8}
+    job = start(4, **long, **save)
     job.until_step(5)
     os.kill(job.pid, signal.SIGTERM)
     job.ok()
+    assert not job.recoveries  # all left at one boundary
     last = max(job.losses)
-    assert 5 <= last < 60
+    assert 5 <= last < 40
     assert saved_step(tmp_path / "save") == last
     later = start(
         3,
-        train_iters=60,
+        **long,
         **save,
         resilient_fault=f"kill-node node=0 step={last + 2} phase=backward",
     ).ok()
-    plain = reference(4, train_iters=60)
+    plain = reference(4, **long)
     assert job.losses | later.losses == pytest.approx(plain.losses, rel=1e-5)
     done = {step: samples for step, samples in job.samples().items() if step <= last}
     assert done | later.samples() == plain.samples()

@@ -34,10 +34,15 @@ LIMITS = {
     "heartbeat-interval": 0.5,
     "heartbeat-timeout": 8,
     "fence-timeout": 30,
-    "join-window": 0.5,
+    "hang-timeout": 300,
+    "join-window": 4,  # all nodes are to be there at the start
     "rejoin-timeout": 60,
     "coordinator-timeout": 60,
 }
+
+# The order of sums follows the world, and in time a token is routed otherwise for it: long runs
+# that are to be equal learn slowly.
+SLOW = {"lr": 1e-4, "min_lr": 1e-5}
 
 MODEL = TINY | {
     "global_batch_size": 12,

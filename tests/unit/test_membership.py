@@ -489,4 +489,15 @@ def test_after_a_restart_a_leaver_is_not_let_go_before_its_workers_are_back():
     machine.connected(0.1, 0, held(True), "h")
     orders = machine.connected(0.2, 1, held(True, "n1"), "h")
     assert sent(orders, 9) == []
-    assert sent(orders, 0) == [BoundaryOrder(1, ("n0",))]
+    assert sent(machine.tick(0.4), 0) == [BoundaryOrder(1, ("n0",))]
+
+
+def test_who_leaves_at_about_the_same_time_leaves_at_one_boundary():
+    machine = Membership(Rules(limits=LIMITS, leave_window=0.3), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, 9 - number, Hello(AGENT, f"n{number}", f"agent-{number}"), "h")
+        machine.connected(0.1, number, held(True, f"n{number}"), "h")
+    for number, at in ((0, 1.0), (1, 1.2)):
+        assert sent(machine.received(at, 9 - number, Leave()), 0) == []
+    assert sent(machine.tick(1.4), 0) == []
+    assert sent(machine.tick(1.6), 0) == [BoundaryOrder(1, ("n0", "n1"))]
