@@ -1,4 +1,4 @@
-"""A torchrun job on this machine: start it, follow its events while it trains, kill it by pid."""
+"""A job on this machine: start it, follow its events while it trains, kill it by pid."""
 
 import os
 import shlex
@@ -19,13 +19,21 @@ POLL_SECONDS = 0.25
 
 
 class TrainingJob:
-    """`examples/pretrain_moe.py` on several ranks; a context manager that leaves none behind.
+    """A training script on several ranks; a context manager that leaves none behind.
 
     Attributes:
         log: what the ranks print, after the command line that started them.
     """
 
-    def __init__(self, ranks: int, flags: Sequence[str], run_dir: Path, log: Path) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        flags: Sequence[str],
+        run_dir: Path,
+        log: Path,
+        launcher: Sequence[str] | None = None,
+        script: Path = SCRIPT,
+    ) -> None:
         """Starts the job.
 
         Args:
@@ -33,6 +41,9 @@ class TrainingJob:
             flags: of the script; the run folder and the device are added.
             run_dir: the job appends its events there.
             log: file for what the ranks print; an older one is replaced.
+            launcher: program and arguments that start `ranks` processes of a script whose path and
+                flags follow; default: torchrun.
+            script: what the ranks run.
 
         Raises:
             OSError: no process can be started, or the log cannot be written.
@@ -41,9 +52,8 @@ class TrainingJob:
         self._run_dir = run_dir
         self._seen = len(self._events())
         command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(ranks)),
-            *(str(SCRIPT), *flags),
+            *(launcher or torchrun(ranks)),
+            *(str(script), *flags),
             *("--resilient-device", "cpu", "--resilient-run-dir", str(run_dir)),
         ]
         with log.open("w", encoding="utf-8") as output:
@@ -74,6 +84,11 @@ class TrainingJob:
             self._seen = len(events)
             if not ended:
                 time.sleep(POLL_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return int(self._launcher.pid)
 
     @property
     def exit_code(self) -> int | None:
@@ -110,6 +125,14 @@ class TrainingJob:
 
     def _events(self) -> list[Event]:
         return read_events(self._run_dir) if (self._run_dir / EVENTS_FILE).exists() else []
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Returns the command line of torchrun for `ranks` processes on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", str(ranks), *options),
+    ]
 
 
 def _environment() -> dict[str, str]:
