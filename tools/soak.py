@@ -319,7 +319,8 @@ class Soak:
             if abs(before - loss) > TOLERANCE * max(1.0, abs(loss)):
                 self.found.fail(f"step {step} was logged with loss {before}, then with {loss}")
         elif event["event"] == "run_start" and self._world == 0:
-            self._world = event["world_size"]
+            # Its groups are made from now on: what it has is sampled when that is over.
+            self._world, self._latest_change = event["world_size"], time.monotonic()
         elif event["event"] == "recovery":
             self.found.recoveries.append(event)
             self._world, self._latest_change = event["world_size"], time.monotonic()

@@ -30,6 +30,7 @@ def reset_megatron(model_chunks: Iterable[nn.Module] = ()) -> None:
         # DDP: a cycle through C++ that the garbage collector cannot see.
         chunk.__dict__.clear()
     _release_autograd_queue()
+    _release_rotary_embeddings()
     writer = global_vars.get_tensorboard_writer()
     if writer is not None:
         writer.close()
@@ -49,6 +50,15 @@ def _forget_startup(stamps: dict[str, float | None]) -> None:
     """
     if stamps["main_entry"] is None:
         stamps["program_start"] = None
+
+
+def _release_rotary_embeddings() -> None:
+    """Empties the caches of positions: each entry holds its module, and that a process group."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+
+    for kind in (rotary.RotaryEmbedding, yarn.YarnRotaryEmbedding):
+        kind.forward.cache_clear()
 
 
 def _release_autograd_queue() -> None:
