@@ -12,10 +12,10 @@ SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/slurm/*.sbatch)
 
 # From fast to slow, so that what is wrong shows early.
 TEST_DIRS := $(wildcard $(addprefix tests/,unit algorithms patches gloo faults gpu))
-# The programs among the files there.
-BENCHMARKS = $(shell grep -l '^if __name__' benchmarks/*.py)
+# The programs among the files there, which have flags.
+BENCHMARKS = $(shell grep -l 'ArgumentParser(' benchmarks/*.py)
 
-.PHONY: help venv install demo test test-fast lint bench clean
+.PHONY: help venv install demo test test-fast lint bench soak clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,7 +59,14 @@ lint: $(STAMP)  ## check style, types, layers, patches and scripts
 bench: $(STAMP)  ## run the benchmarks, each against a peer in the same run
 	for benchmark in $(BENCHMARKS); do $(BIN)/python "$$benchmark"; done
 
+# What it takes: make soak MINUTES=5 SEED=2
+MINUTES := 30
+SEED := 1
+
+soak: $(STAMP)  ## train while nodes are killed, hang, leave and return (30 minutes)
+	$(BIN)/python tools/soak.py --minutes $(MINUTES) --seed $(SEED)
+
 clean:  ## remove what builds, tests and the demo left (not .venv, not runs/)
-	rm -rf build dist *.egg-info demo_run .pytest_cache .hypothesis .mypy_cache .ruff_cache \
+	rm -rf build dist *.egg-info demo_run soak_run .pytest_cache .hypothesis .mypy_cache .ruff_cache \
 		.import_linter_cache
 	find megatron_resilient patches tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""An elastic job on this machine: start it, follow its events, kill a node or all of it by pid."""
+"""A job on this machine: start it, follow its events, kill a node or all of it by pid."""
 
 import os
 import re
@@ -21,21 +21,31 @@ REJOIN_SECONDS = 2
 
 
 class TrainingJob:
-    """`examples/pretrain_moe.py` on emulated nodes; a context manager that leaves none behind.
+    """A training script on several ranks; a context manager that leaves none behind.
 
     Attributes:
         log: what the ranks print, after the command line that started them.
     """
 
-    def __init__(self, nodes: int, flags: Sequence[str], run_dir: Path, log: Path) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        flags: Sequence[str],
+        run_dir: Path,
+        log: Path,
+        launcher: Sequence[str] | None = None,
+        script: Path | None = None,
+    ) -> None:
         """Starts the job.
 
         Args:
-            nodes: emulated ones, node0 and so on, with one process each, all on the CPU. One that
-                is killed comes back after REJOIN_SECONDS.
+            ranks: processes, all on the CPU.
             flags: of the script; the run folder and the device are added.
             run_dir: the job appends its events there.
             log: file for what the ranks print; an older one is replaced.
+            launcher: program and arguments that start `ranks` processes of a script whose path and
+                flags follow; default: `emulated`, with one node a rank.
+            script: what the ranks run; default: examples/pretrain_moe.py.
 
         Raises:
             OSError: no process can be started, or the log cannot be written.
@@ -44,10 +54,8 @@ class TrainingJob:
         self._run_dir = run_dir
         self._seen = len(self._events())
         command = [
-            *(sys.executable, "-m", "megatron_resilient.cli", "run"),
-            *("--emulate-nodes", str(nodes), "--rejoin-after", str(REJOIN_SECONDS)),
-            *("--join-window", "1", "--max-restarts", "0"),
-            *(str(SCRIPT), *flags),
+            *(launcher or emulated(ranks)),
+            *(str(script or SCRIPT), *flags),
             *("--resilient-device", "cpu", "--resilient-run-dir", str(run_dir)),
         ]
         with log.open("w", encoding="utf-8") as output:
@@ -80,6 +88,11 @@ class TrainingJob:
                 time.sleep(POLL_SECONDS)
 
     @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return int(self._launcher.pid)
+
+    @property
     def exit_code(self) -> int | None:
         """Of the launcher: 0 if all ranks ended well, None while it runs."""
         return self._launcher.poll()
@@ -100,18 +113,20 @@ class TrainingJob:
         """Kills all of the job with SIGKILL.
 
         Returns:
-            How many nodes were alive.
+            How many nodes were alive; with torchrun, ranks.
         """
         if self.exit_code is not None:
             return 0
         # Stopped first, so that it starts none while we count them.
         self._launcher.suspend()
-        nodes = [child for child in self._launcher.children() if child.children()]
+        children = self._launcher.children()
+        # Of a job of nodes, its coordinator is a child too: the one without children.
+        alive = [child for child in children if child.children()] or children
         processes = [self._launcher, *self._launcher.children(recursive=True)]
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)
-        return len(nodes)
+        return len(alive)
 
     def __enter__(self) -> Self:
         return self
@@ -128,9 +143,31 @@ class TrainingJob:
         return read_events(self._run_dir) if (self._run_dir / EVENTS_FILE).exists() else []
 
 
+def emulated(nodes: int, *options: str) -> list[str]:
+    """Returns the command line of an elastic job on emulated nodes, with one rank each.
+
+    A node that is killed comes back after REJOIN_SECONDS.
+    """
+    return [
+        *(sys.executable, "-m", "megatron_resilient.cli", "run", "--emulate-nodes", str(nodes)),
+        *("--rejoin-after", str(REJOIN_SECONDS), "--join-window", "1", "--max-restarts", "0"),
+        *options,
+    ]
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Returns the command line of torchrun for `ranks` processes on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", str(ranks), *options),
+    ]
+
+
 def _environment() -> dict[str, str]:
     return {
-        "OMP_NUM_THREADS": "1",  # the nodes share the cores
+        "OMP_NUM_THREADS": "1",  # the ranks share the cores
+        "GLOO_SOCKET_IFNAME": "lo",  # the host's name may not resolve, and need not
+        "CUDA_VISIBLE_DEVICES": "",
         # Missing Transformer Engine and Apex are named once per rank and module.
         "PYTHONWARNINGS": "ignore::UserWarning",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -2,11 +2,15 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from megatron_resilient import plugin
 from megatron_resilient.algorithms.refill_plan import Piece, orphans, plan_refill
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.pieces import exchange
+from megatron_resilient.elastic.graveyard import retire
 from megatron_resilient.elastic.member import Member
+from megatron_resilient.elastic.world import World
 from megatron_resilient.mcore.recovery.arrays import Arrays
 
 
@@ -26,6 +30,35 @@ def before_departure(member: Member, own: Arrays) -> Arrays | None:
     if all(leaving):
         return None
     return hand_over(own, leaving, [each["node"] for each in told])
+
+
+def from_donors(world: World, own: Arrays) -> Arrays:
+    """Takes over, before a world begins, what only processes without a seat in it hold.
+
+    Collective over seats and donors, in a process group for this alone.
+
+    Args:
+        world: with at least one donor.
+        own: all state of this process.
+
+    Returns:
+        What this process inherits.
+    """
+    there = [*world.seats, *world.donors]
+    store = dist.TCPStore(world.store_host, world.store_port, is_master=False)
+    dist.init_process_group(
+        "gloo" if plugin.on_cpu() else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore("donors", store),
+        rank=world.rank,
+        world_size=len(there),
+    )
+    try:
+        leaving = [rank >= len(world.seats) for rank in range(len(there))]
+        return hand_over(own, leaving, [seat.node for seat in there])
+    finally:
+        groups = list(distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+        retire(groups.clear)
 
 
 def hand_over(own: Arrays, leaving: list[bool], nodes: list[str]) -> Arrays:

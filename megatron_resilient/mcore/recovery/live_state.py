@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from torch import nn
 
+from megatron_resilient.algorithms.guardians import guardian_shift
 from megatron_resilient.elastic.member import Member
 from megatron_resilient.errors import PlanMismatchError
 from megatron_resilient.mcore.recovery import faults
@@ -26,7 +27,7 @@ from megatron_resilient.mcore.recovery.arrays import (
     random_state,
     stepped,
 )
-from megatron_resilient.mcore.recovery.mirror import Mirror, dense_shards, guardian_shift
+from megatron_resilient.mcore.recovery.mirror import Mirror, dense_shards
 from megatron_resilient.mcore.recovery.old_state import OldState
 from megatron_resilient.mcore.recovery.outcome import Outcome, StepLosses
 from megatron_resilient.mcore.recovery.progress import Progress

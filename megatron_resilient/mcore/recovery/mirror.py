@@ -7,7 +7,6 @@ never behind the first one, and a third of the bytes of the state travel, not al
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,22 +16,6 @@ from torch import nn
 
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.mcore.recovery.arrays import Owned, owned
-
-
-def guardian_shift(nodes: Sequence[str]) -> int | None:
-    """Returns k such that rank i + k (modulo the ranks) is always on another node than rank i.
-
-    Args:
-        nodes: node of every rank of a group.
-
-    Returns:
-        The smallest such number; None if there is none.
-    """
-    ranks = len(nodes)
-    for shift in range(1, ranks):
-        if all(nodes[i] != nodes[(i + shift) % ranks] for i in range(ranks)):
-            return shift
-    return None
 
 
 class Mirror:
@@ -48,7 +31,7 @@ class Mirror:
 
         Args:
             own: what this rank's optimizer steps, of the dense state.
-            shift: see `guardian_shift`.
+            shift: see `algorithms.guardians`.
         """
         self._own = own
         self._group = mpu.get_data_parallel_group(with_context_parallel=True)

@@ -59,6 +59,7 @@ class Session:
         self.model: list[torch.nn.Module] = []
         self.clock: dict[str, float] = {}
         self._rejoined: Any = None
+        self._aborted = 0  # newest generation whose communicators were aborted
         self._older_sockets = tcp_inodes()
         member.on_fence = self._free_main_thread
         if plugin.on_cpu():
@@ -199,27 +200,11 @@ class Session:
         assert world is not None
         if not world.donors:
             return True
-        there = [*world.seats, *world.donors]
-        store = dist.TCPStore(world.store_host, world.store_port, is_master=False)
-        dist.init_process_group(
-            "gloo" if plugin.on_cpu() else "cpu:gloo,cuda:nccl",
-            store=dist.PrefixStore("donors", store),
-            rank=world.rank,
-            world_size=len(there),
-        )
-        try:
-            own = self.old.arrays() if self.old else Arrays()
-            leaving = [rank >= len(world.seats) for rank in range(len(there))]
-            heritage = hand_over.hand_over(own, leaving, [seat.node for seat in there])
-            if self.old is not None:
-                self.old.inherit(heritage)
-        finally:
-            groups = list(distributed_c10d._world.pg_map)
-            dist.destroy_process_group()
-            retire(groups.clear)
-        if leaving[world.rank] and self.old is not None:
-            self.old.donated = True
-        return not leaving[world.rank]
+        heritage = hand_over.from_donors(world, self.old.arrays() if self.old else Arrays())
+        if self.old is not None:
+            self.old.inherit(heritage)
+            self.old.donated = world.rank >= len(world.seats)
+        return world.rank < len(world.seats)
 
     def _settle_step(self) -> None:
         """Brings what this process kept to the newest step that any survivor has."""
@@ -272,6 +257,10 @@ class Session:
         if plugin.on_cpu():
             cut_sockets(self._older_sockets | self.member.spared_inodes())
             return
+        generation = self.world.generation if self.world else 0
+        if self._aborted >= generation:  # this is called again until the main thread is out
+            return
+        self._aborted = generation
         device = torch.device("cuda", torch.cuda.current_device())
         for group in list(distributed_c10d._world.pg_map):
             group._get_backend(device).abort()
