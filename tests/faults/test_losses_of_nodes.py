@@ -11,12 +11,11 @@ def nodes_of(*numbers):
     return [f"node{number}" for number in numbers]
 
 
-# Evaluates, saves and moves experts, all within fourteen steps.
+# Evaluates and moves experts within fourteen steps.
 BUSY = {
     "split": "80,10,10",
     "eval_interval": 4,
     "eval_iters": 1,
-    "save_interval": 5,
     "resilient_rebalance_interval": 3,
     "resilient_rebalance_threshold": 0,
     "resilient_expert_load_interval": 1,
@@ -97,12 +96,13 @@ def test_nodes_are_killed(start, reference, nodes, faults, survivors, worlds):
     ],
 )
 def test_nodes_are_killed_beside_training(start, reference, tmp_path, faults, survivors, worlds):
-    plain = reference(6, **BUSY, save=str(tmp_path / "reference"))
-    job = start(6, resilient_fault=faults, **BUSY, save=str(tmp_path / "save")).ok()
+    plain = reference(6, **BUSY)
+    save = {"save": str(tmp_path / "save"), "save_interval": 5}
+    job = start(6, resilient_fault=faults, **BUSY, **save).ok()
     assert_same_run(job, plain, survivors)
     assert [one["world_size"] for one in job.recoveries] == worlds
     assert evaluations(job) == pytest.approx(evaluations(plain), rel=1e-5)
-    saved = {event["iteration"] for event in job.events("checkpoint_saved")}
+    saved = {event["step"] for event in job.events("checkpoint_saved")}
     assert saved == {5, 10, 14}
 
 
