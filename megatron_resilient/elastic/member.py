@@ -36,7 +36,7 @@ from megatron_resilient.errors import CoordinatorLostError, ResilientError
 
 __all__ = ["Fenced", "Member", "Seat", "World"]
 
-_SAMPLE_SECONDS = 0.05
+_SAMPLE_SECONDS = 0.1
 _CUT_AGAIN_SECONDS = 0.25
 _FINISH_SECONDS = 2.0
 
@@ -118,6 +118,11 @@ class Member:
     def min_nodes(self) -> int:
         """The fewest nodes that may train; from --nnodes."""
         return self._environment.min_nodes
+
+    @property
+    def fence_timeout(self) -> float:
+        """Seconds that this process has to leave a generation that is over."""
+        return self._environment.fence_timeout
 
     @property
     def world(self) -> World | None:

@@ -171,23 +171,39 @@ def stepped(own: list[Owned]) -> Arrays:
 
 def everything(model: list[nn.Module], optimizer: Any) -> Arrays:
     """Returns all state of this rank, as views where it is memory of the model's."""
-    return merged(stepped(owned(model, optimizer)), buffers(model), random_state())
+    return merged(stepped(owned(model, optimizer)), Buffers(model).arrays(), random_state())
 
 
-def buffers(model: list[nn.Module]) -> Arrays:
-    """Returns what is neither stepped nor made anew: persistent buffers and frozen parameters."""
-    stage, tensor = coordinate()
-    arrays = Arrays()
-    for number, chunk in enumerate(unwrap_model(model)):
-        for name, module in chunk.named_modules():
-            for own, buffer in module._buffers.items():
-                if buffer is not None and own not in module._non_persistent_buffers_set:
-                    key = f"buffer/{stage}.{tensor}/{number}/{name}.{own}"
-                    arrays.add(key, 0, {"value": buffer.data.view(-1)})
-    for key, parameter in named_parameters(model).items():
-        if not parameter.requires_grad:
+class Buffers:
+    """What is neither stepped nor made anew: persistent buffers and frozen parameters.
+
+    Args:
+        model: the model chunks, which are walked once.
+    """
+
+    def __init__(self, model: list[nn.Module]) -> None:
+        stage, tensor = coordinate()
+        self._buffers = [
+            (f"buffer/{stage}.{tensor}/{number}/{name}.{own}", module, own)
+            for number, chunk in enumerate(unwrap_model(model))
+            for name, module in chunk.named_modules()
+            for own, buffer in module._buffers.items()
+            if buffer is not None and own not in module._non_persistent_buffers_set
+        ]
+        self._frozen = [
+            (key, parameter)
+            for key, parameter in named_parameters(model).items()
+            if not parameter.requires_grad
+        ]
+
+    def arrays(self) -> Arrays:
+        """Returns them as views."""
+        arrays = Arrays()
+        for key, module, own in self._buffers:  # modules put other tensors there, too
+            arrays.add(key, 0, {"value": module._buffers[own].data.view(-1)})
+        for key, parameter in self._frozen:
             arrays.add(key, 0, {"value": parameter.data.view(-1)})
-    return arrays
+        return arrays
 
 
 def random_state() -> Arrays:

@@ -17,8 +17,8 @@ from megatron_resilient.errors import PlanMismatchError
 from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
+    Buffers,
     Owned,
-    buffers,
     coordinate,
     everything,
     expert_key,
@@ -78,6 +78,7 @@ class LiveState:
         self._mirror: Mirror | None = None
         self._member = member
         self._coordinate = coordinate()
+        self._buffers = Buffers(model)
         self._before: Arrays | None = None  # buffers and random streams as the step began
         self._ready: Progress | None = None
         self._skipped = False
@@ -103,7 +104,7 @@ class LiveState:
         """To be called before each step: what a step changes before it commits is set aside."""
         self._step_began = time.perf_counter()
         faults.at_step(self.progress.step + 1)
-        self._before = merged(buffers(self.model), random_state()).copied()
+        self._before = merged(self._buffers.arrays(), random_state()).copied()
         self.progress = self.progress.with_evaluations()
         self._ready, self._agreed, self._skipped = None, False, False
         self._made.clear()
@@ -198,7 +199,7 @@ class LiveState:
         for layer, expert, kind, state in self.staged():
             self.extra.add(expert_key(layer, expert, kind), 0, state)
         in_step = self._before is not None
-        now = merged(buffers(self.model), random_state()).copied()
+        now = merged(self._buffers.arrays(), random_state()).copied()
         is_whole = self._agreed or not in_step
         others = now if is_whole or self._before is None else self._before
         return OldState(

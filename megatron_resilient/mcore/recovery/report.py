@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args
 
+from megatron_resilient.comm.gather_json import gather_json
+from megatron_resilient.elastic.seats import node_order
 from megatron_resilient.mcore.recovery.rejoined import Rejoined
 
 PHASES = ("detect", "fence", "plan", "rebuild", "refill", "first_step")
@@ -32,11 +34,15 @@ def tell(session: Any, rejoined: Rejoined, record: Any) -> None:
     dist.all_reduce(moved)
     seconds = dict(zip(PHASES, slowest.tolist(), strict=True))
     world = session.world
+    # A newcomer does not know whom generations before its own had lost.
+    told = gather_json(session.changes)
+    lost, joined = ({node for each in told for node in each[i]} for i in (0, 1))
+    here = {seat.node for seat in world.seats}
     facts = {
         "seconds": seconds,
         "cause": world.cause,
-        "lost_nodes": list(world.lost_nodes),
-        "joined_nodes": list(world.joined_nodes),
+        "lost_nodes": sorted(lost, key=node_order),
+        "joined_nodes": sorted(joined & here, key=node_order),
         "world_size": len(world.seats),
         "source": rejoined.source,
         "bytes": int(moved.item()),

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ _session: "Session | None" = None
 _BROKEN = ("gloo", "nccl", "connection reset", "connection closed", "broken pipe", "socket")
 
 
+# Of the time after which a process that does not come out of a generation is given up.
+_BOOTSTRAP_SHARE = 0.7
+
+
 class Boundary(Exception):
     """The membership changes between two steps; everybody is alive and hands over."""
 
@@ -49,6 +54,7 @@ class Session:
         live: the state of the current generation; None until it is complete.
         old: the state of the generation before, until all ranks have the new one.
         clock: Unix times of the recovery in progress, by phase.
+        changes: nodes that were lost and that joined since the last step, over all generations.
     """
 
     def __init__(self, member: Member) -> None:
@@ -59,6 +65,8 @@ class Session:
         self.model: list[torch.nn.Module] = []
         self.clock: dict[str, float] = {}
         self._rejoined: Any = None
+        self._usual_minutes = 10.0
+        self.changes: tuple[list[str], list[str]] = ([], [])
         self._aborted = 0  # newest generation whose communicators were aborted
         self._older_sockets = tcp_inodes()
         member.on_fence = self._free_main_thread
@@ -115,6 +123,8 @@ class Session:
             kept = self.old.to_json() if self.old else {}
             state = {"generation": generation, "coordinate": None, **kept, "grid": grid}
             self.world = self.member.next_world(state, settings)
+            self.changes[0].extend(self.world.lost_nodes)
+            self.changes[1].extend(self.world.joined_nodes)
             self._settle_step()
             if self._is_given_what_donors_hold():
                 break
@@ -138,6 +148,26 @@ class Session:
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
         return self.world
+
+    def bootstrap_minutes(self, usual: float) -> float:
+        """Returns the time limit with which process groups are to be made.
+
+        A thread that waits in gloo for a peer to connect has no socket that could be cut: only a
+        limit brings it out before it is given up. `groups_are_made` sets the usual one afterwards.
+        NCCL connects later, and is aborted.
+        """
+        self._usual_minutes = usual
+        if not plugin.on_cpu():
+            return usual
+        return min(usual, _BOOTSTRAP_SHARE * self.member.fence_timeout / 60)
+
+    def groups_are_made(self) -> None:
+        """Gives the process groups the time limit that the user asked for. Local."""
+        get_args().distributed_timeout_minutes = self._usual_minutes
+        if plugin.on_cpu():
+            limit = timedelta(minutes=self._usual_minutes)
+            for group in list(distributed_c10d._world.pg_map):
+                distributed_c10d._set_pg_timeout(limit, group)
 
     def begin(self, built: tuple[list[torch.nn.Module], Any, Any], rejoined: Any) -> None:
         """Starts a generation whose model is complete on this rank. Collective over all ranks.
@@ -189,6 +219,7 @@ class Session:
         if self._rejoined is not None:
             report.tell(self, self._rejoined, record)
             self._rejoined = None
+        self.changes = ([], [])
 
     def _is_given_what_donors_hold(self) -> bool:
         """Takes over, before the world begins, what is held by processes without a seat in it.
