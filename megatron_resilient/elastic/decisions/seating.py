@@ -34,18 +34,35 @@ def seat_all(job: Job, now: float, chosen: list[Process], final: bool) -> None:
         chosen: Those that wait and may be seated.
         final: It is there to save, and to end.
     """
+    first = not job.generation
+    world = _next_world(job, now + job.unix_offset, chosen, final)
+    _begin(job, now, world)
+    _tell(job, world, chosen)
+    _record(job, world)
+    if not first:
+        job.last_recovery = {
+            "generation": world.generation,
+            "cause": world.cause,
+            "lost_nodes": list(world.lost_nodes),
+            "joined_nodes": list(world.joined_nodes),
+            "planned": world.planned,
+            "time": job.formed,
+            "seconds_to_form": job.formed - job.evidence_at,
+        }
+    job.lost, job.left, job.departing = {}, set(), frozenset()
+
+
+def _next_world(job: Job, unix: float, chosen: list[Process], final: bool) -> Seated:
+    """Returns the world, but for what differs between its processes."""
     seats, spares = assign(job, chosen)
-    donors = tuple(spare for spare in spares if "step" in spare.state)
     before = {process.node for process in chosen if process.member}
     previous = sorted({slot[0] for slot in job.slots}, key=node_order)
-    of_slot = {process.slot: process for process in chosen}
     here = {seat.node for seat in seats}
     lost = tuple(node for node in previous if node not in here or node not in before)
     standing_by = {process.node for process in chosen} - here
-    joined = tuple(sorted(here - before, key=node_order))
-    unix = now + job.unix_offset
-    first = job.generation == 0
-    world = Seated(
+    first = not job.generation
+    evidence = unix if first else job.evidence_at
+    return Seated(
         generation=job.next_generation,
         seats=seats,
         rank=0,
@@ -53,25 +70,28 @@ def seat_all(job: Job, now: float, chosen: list[Process], final: bool) -> None:
         store_port=job.store_port or 0,
         cause=job.cause,
         lost_nodes=lost,
-        joined_nodes=joined,
+        joined_nodes=tuple(sorted(here - before, key=node_order)),
         planned=all(node in job.left or node in standing_by for node in lost),
         times={
             # Of a loss that was noticed by silence; others are noticed at once.
-            "last_sign": unix if first else (job.last_sign or job.evidence_at),
-            "evidence": unix if first else job.evidence_at,
-            "fence": unix if first else job.evidence_at,
+            "last_sign": unix if first else (job.last_sign or evidence),
+            "evidence": evidence,
+            "fence": evidence,
             "formed": unix,
         },
         final=final,
-        donors=donors,
+        donors=tuple(spare for spare in spares if "step" in spare.state),
         newest_step=job.newest_step,
     )
+
+
+def _begin(job: Job, now: float, world: Seated) -> None:
     if job.generation > 1:
         job.orders.append(CloseStore(job.generation - 1))
-    job.generation, job.formed, job.final = job.next_generation, unix, final
-    job.next_generation, job.store_port = job.next_generation + 1, None
-    job.slots = tuple((seat.node, seat.local_rank) for seat in seats)
-    job.live, job.out_until, job.short_since = True, None, None
+    job.generation, job.formed, job.formed_here = world.generation, world.times["formed"], True
+    job.next_generation, job.store_port = world.generation + 1, None
+    job.slots = tuple((seat.node, seat.local_rank) for seat in world.seats)
+    job.live, job.final, job.out_until, job.short_since = True, world.final, None, None
     job.last_sign = 0.0
     job.progress_at, job.asked_at, job.window_at = now, None, now
     for process in list(job.processes.values()):
@@ -79,6 +99,10 @@ def seat_all(job: Job, now: float, chosen: list[Process], final: bool) -> None:
         process.busy = []
         if process.finished is not None:
             del job.processes[process.hello.id]
+
+
+def _tell(job: Job, world: Seated, chosen: list[Process]) -> None:
+    of_slot = {process.slot: process for process in chosen}
     job.seated = {}
     for rank, slot in enumerate(job.slots):
         process = of_slot[slot]
@@ -87,31 +111,24 @@ def seat_all(job: Job, now: float, chosen: list[Process], final: bool) -> None:
         job.seated[process.hello.id] = order
         assert process.key is not None
         job.send(process.key, order)
-    for rank, donor in enumerate(donors, start=len(seats)):
+    for rank, donor in enumerate(world.donors, start=len(world.seats)):
         process = of_slot[donor.node, donor.local_rank]
         process.ready = None  # it says so again when it has given what it holds
         assert process.key is not None
         job.send(process.key, replace(world, rank=rank, store_host=process.host))
+
+
+def _record(job: Job, world: Seated) -> None:
+    lost, joined = world.lost_nodes, world.joined_nodes
+    members = len({seat.node for seat in world.seats})
     job.log(
-        f"generation {job.generation} ({job.cause}): {len(seats)} ranks on "
-        f"{len(here)} nodes"
+        f"generation {world.generation} ({world.cause}): {len(world.seats)} ranks on "
+        f"{members} nodes"
         + (f", lost {', '.join(lost)}" if lost else "")
         + (f", joined {', '.join(joined)}" if joined else "")
     )
     for node in joined:
-        job.record("member_join", member=node, members=len(here))
+        job.record("member_join", member=node, members=members)
     for node in lost:
         if node in job.left:
-            job.record("member_leave", member=node, members=len(here), planned=True)
-    if not first:
-        job.last_recovery = {
-            "generation": job.generation,
-            "cause": job.cause,
-            "lost_nodes": list(lost),
-            "joined_nodes": list(joined),
-            "planned": world.planned,
-            "time": unix,
-            "seconds_to_form": unix - job.evidence_at,
-        }
-    job.lost, job.left, job.departing = {}, set(), frozenset()
-    job.formed_here = True
+            job.record("member_leave", member=node, members=members, planned=True)
