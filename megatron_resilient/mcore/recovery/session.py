@@ -208,11 +208,17 @@ class Session:
             )
 
     def newest(self) -> dict[str, Any] | None:
-        """Returns what the rank that has come farthest said of itself; None if none has state."""
+        """Returns what the rank that has come farthest said of itself; None if none has state.
+
+        What a process held back while it stood by does not count once the job has gone on. (One
+        step more than survivors have may have been told: by one that died right after the commit.)
+        """
         assert self.world is not None
         there = (*self.world.seats, *self.world.donors)
         states = [seat.state for seat in there if "step" in seat.state]
-        return max(states, key=lambda state: (state["step"], state["begun"]), default=None)
+        best = max(states, key=lambda state: (state["step"], state["begun"]), default=None)
+        is_stale = best is not None and best["step"] + 1 < self.world.newest_step
+        return None if is_stale else best
 
     def tell_recovery(self, record: Any) -> None:
         """Writes the RecoveryReport when the first step of a generation is done."""
@@ -240,6 +246,8 @@ class Session:
     def _settle_step(self) -> None:
         """Brings what this process kept to the newest step that any survivor has."""
         newest = self.newest()
+        if newest is None:
+            self.old = None
         if self.old is None or newest is None or self.old.progress.step == newest["step"]:
             return
         if self.old.donated:
