@@ -294,6 +294,15 @@ def test_a_leaver_takes_part_in_a_recovery_and_leaves_then():
     assert job.worlds[max(job.worlds)].planned
 
 
+def test_a_node_that_left_comes_back_while_the_others_wait_for_nodes():
+    job = started(3, min_nodes=3)
+    job.leave("n2")
+    job.run_until(lambda: not job.agents["n2"].alive, 5)
+    job.start_node("n2")
+    job.run_until(trains(job, "n0", "n1", "n2"), 5)
+    assert not job.worlds[2].final
+
+
 def test_the_last_node_that_leaves_saves():
     job = started(1)
     job.leave("n0")

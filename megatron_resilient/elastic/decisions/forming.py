@@ -27,6 +27,7 @@ def form(job: Job, now: float) -> None:
     seats, _ = assign(job, chosen)
     if departing and seats:
         depart(job, departing)
+        job.departing = frozenset()  # once: whoever returns under such an id while we wait stays
     elif departing:
         # Somebody has to save what they all hold.
         leavers = [p for p in job.members() if p.node in departing]
