@@ -467,12 +467,12 @@ def test_a_world_that_was_lost_and_is_over_is_not_waited_for():
     for number in range(2):
         machine.connected(0.0, number, hello(f"n{number}", number), "h")
         machine.received(0.0, number, replace(ready(), after=0))
-    (world,) = [m for m in sent(formed(machine, 0.1), 0) if isinstance(m, Seated)]
-    machine.disconnected(0.7, 1)  # before it read its world
-    machine.received(0.7, 0, Evidence(world.generation, "x"))
-    machine.received(0.7, 0, replace(ready(), after=world.generation))
-    machine.connected(0.8, 2, hello("n1", 1), "h")
-    orders = machine.received(0.8, 2, replace(ready(), after=0))
+    (world,) = [m for m in sent(formed(machine, 1.5), 0) if isinstance(m, Seated)]
+    machine.disconnected(2.1, 1)  # before it read its world
+    machine.received(2.1, 0, Evidence(world.generation, "x"))
+    machine.received(2.1, 0, replace(ready(), after=world.generation))
+    machine.connected(2.2, 2, hello("n1", 1), "h")
+    orders = machine.received(2.2, 2, replace(ready(), after=0))
     (again,) = [m for m in sent(orders, 2) if isinstance(m, Seated)]
     assert nodes(again) == ["n0", "n1"]
 
@@ -489,6 +489,17 @@ def test_after_a_restart_one_that_is_out_ends_the_generation_for_all():
     orders = machine.connected(0.1, 1, held(False, "n1"), "h")
     assert [message.generation for message in sent(orders, 0)] == [4]
     assert machine.describe(0.1)["step"] == 7
+
+
+def test_after_a_restart_spares_that_are_as_many_as_a_job_may_have_do_not_start_one():
+    machine = Membership(Rules(limits=LIMITS, max_nodes=2), 0.0)
+    for number in (7, 8):
+        machine.connected(0.0, number, hello(f"n{number}", number), "h")
+        machine.received(0.0, number, ready())
+    formed(machine, 0.1)
+    for number in (0, 1):
+        assert sent(machine.connected(0.6, number, held(True, f"n{number}"), "h"), number) == []
+    assert machine.generation == 4
 
 
 def test_after_a_restart_a_leaver_is_not_let_go_before_its_workers_are_back():

@@ -57,12 +57,11 @@ def form(job: Job, now: float) -> None:
 
 
 def _may_start(job: Job, now: float, ready: list[Process]) -> bool:
-    nodes = {process.node for process in ready}
+    if job.is_young(now):  # those that came first may be the spares of a job that lives
+        return False
     most = job.most_nodes()
-    if most is not None and len(nodes) >= most:
-        return True
-    # A job that lives already may be on its way to us.
-    return job.quiet(now, ready) and not job.is_young(now)
+    enough = most is not None and len({process.node for process in ready}) >= most
+    return enough or job.quiet(now, ready)
 
 
 def _shortage(job: Job, chosen: list[Process], seats: tuple[Seat, ...]) -> str:
