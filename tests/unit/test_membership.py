@@ -13,11 +13,13 @@ from megatron_resilient.elastic.messages import (
     WORKER,
     BoundaryOrder,
     Evidence,
+    Exit,
     Hello,
     Leave,
     Ready,
     Seated,
     StatusQuery,
+    WorkerExit,
 )
 from megatron_resilient.elastic.orders import Send
 from megatron_resilient.elastic.rules import Rules
@@ -500,6 +502,26 @@ def test_after_a_restart_spares_that_are_as_many_as_a_job_may_have_do_not_start_
     for number in (0, 1):
         assert sent(machine.connected(0.6, number, held(True, f"n{number}"), "h"), number) == []
     assert machine.generation == 4
+
+
+@pytest.mark.parametrize("order", ["old first", "new first", "exit first"])
+def test_after_a_restart_a_worker_that_was_replaced_meanwhile_is_lost_at_once(order):
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 9, Hello(AGENT, "n1", "agent-of-n1"), "h")
+    events = [
+        lambda: machine.connected(0.1, 0, held(True), "h"),
+        lambda: machine.connected(0.1, 2, replace(hello("n1", 2), pid=22), "h"),
+        lambda: machine.received(0.1, 9, WorkerExit(0, -9, 11)),
+    ]
+    orders = []
+    for index in {"old first": (0, 1, 2), "new first": (1, 0, 2), "exit first": (0, 2, 1)}[order]:
+        orders += events[index]()
+    orders += machine.received(0.2, 0, replace(ready(), after=4))
+    orders += machine.received(0.2, 2, replace(ready(), after=0))
+    orders += machine.store_opened(0.3, 6, 1)
+    (world,) = [message for message in sent(orders, 0) if isinstance(message, Seated)]
+    assert world.lost_nodes == ("n1",)
+    assert not any(isinstance(message, Exit) for message in sent(orders, 2))
 
 
 def test_after_a_restart_a_leaver_is_not_let_go_before_its_workers_are_back():

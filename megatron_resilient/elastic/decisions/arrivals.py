@@ -4,7 +4,7 @@ from megatron_resilient.elastic.decisions.boundary import boundary_order
 from megatron_resilient.elastic.decisions.fence import send_fence
 from megatron_resilient.elastic.decisions.job import Job
 from megatron_resilient.elastic.decisions.loss import dismiss, fenced_exit, lose
-from megatron_resilient.elastic.decisions.take_over import take_back
+from megatron_resilient.elastic.decisions.take_over import miss_replaced, take_back
 from megatron_resilient.elastic.messages import Exit, Hello, Stop
 from megatron_resilient.elastic.roster import Agent, Process
 
@@ -44,6 +44,8 @@ def meet_worker(job: Job, now: float, key: int, hello: Hello, host: str) -> None
             job.processes[hello.id] = job.by_key[key] = process
             if hello.world is not None:
                 take_back(job, now, process, hello.world)
+            else:
+                miss_replaced(job, now)
 
 
 def _refuse_duplicate(job: Job, now: float, process: Process) -> bool:
