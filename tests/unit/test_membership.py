@@ -412,6 +412,18 @@ def test_other_settings_are_refused_by_name():
     assert "flags_digest" in told.message
 
 
+def test_flags_of_one_that_died_before_the_start_bind_nobody():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 0, hello("n0", 0), "h")
+    machine.received(0.0, 0, ready("wrong"))
+    machine.disconnected(0.1, 0)
+    machine.connected(0.2, 1, hello("n0", 1), "h")
+    assert sent(machine.received(0.2, 1, ready("right")), 1) == []
+    machine.connected(0.3, 2, hello("n1", 2), "h")
+    told = sent(machine.received(0.3, 2, ready("wrong")), 2)[0]
+    assert "'wrong' is not 'right'" in told.message
+
+
 def test_a_node_id_that_is_taken_is_refused():
     machine = Membership(Rules(limits=LIMITS), 0.0)
     machine.connected(0.0, 0, hello("n0", 0), "h")

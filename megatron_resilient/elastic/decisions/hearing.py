@@ -1,6 +1,6 @@
 """What workers, agents and users say, and what follows from it at once."""
 
-from megatron_resilient.elastic.decisions.agreement import check_state, refuse_other_settings
+from megatron_resilient.elastic.decisions.agreement import agree, check_state, refuse_other_settings
 from megatron_resilient.elastic.decisions.end import end
 from megatron_resilient.elastic.decisions.fence import fence
 from megatron_resilient.elastic.decisions.job import Job
@@ -61,7 +61,7 @@ def _hear_beat(job: Job, now: float, process: Process, beat: Beat) -> None:
 
 
 def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:
-    grid = check_state(ready.state)
+    check_state(ready.state)
     if process.member and _is_answered(job, process, ready):
         return
     if process.ready is None:
@@ -69,8 +69,7 @@ def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:
     process.ready = ready
     if process.member and job.live and not job.pausing:
         fence(job, now, f"node {process.node} left generation {job.generation}")
-    if job.settings is None and (process.member or not job.generation):
-        job.settings = (ready.settings, grid)
+    agree(job, process, ready)
     for other in list(job.processes.values()):
         refuse_other_settings(job, now, other)
 
