@@ -11,11 +11,13 @@ from megatron_resilient.elastic.messages import (
     AGENT,
     CLIENT,
     WORKER,
+    Beat,
     BoundaryOrder,
     Evidence,
     Exit,
     Hello,
     Leave,
+    Paused,
     Ready,
     Seated,
     StatusQuery,
@@ -422,6 +424,37 @@ def test_flags_of_one_that_died_before_the_start_bind_nobody():
     machine.connected(0.3, 2, hello("n1", 2), "h")
     told = sent(machine.received(0.3, 2, ready("wrong")), 2)[0]
     assert "'wrong' is not 'right'" in told.message
+
+
+def test_a_leaver_that_is_needed_and_does_not_come_out_is_not_waited_for_for_ever():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, number, held(True, f"n{number}"), "h")
+        machine.connected(0.0, 9 - number, Hello(AGENT, f"n{number}", f"agent-{number}"), "h")
+    machine.received(0.5, 8, Leave())
+    machine.tick(1.0)
+    machine.received(1.1, 1, Paused({}))
+    machine.received(1.1, 0, replace(ready(grid=(2, 1, 1)), after=4))
+    orders = []
+    for second in range(2, 20):
+        for key in (0, 1, 8, 9):
+            orders += machine.received(second, key, Beat())
+    (told,) = sent(orders, 1)[:1]
+    assert told.error == "HangError"
+    assert machine.ended
+
+
+def test_a_shortage_that_passed_does_not_count_in_the_next_one():
+    machine = Membership(Rules(limits=LIMITS, min_nodes=2), 0.0)
+    machine.connected(0.0, 0, held(True), "h")
+    machine.connected(0.0, 1, held(True, "n1"), "h")
+    machine.disconnected(1.0, 1)
+    machine.tick(1.6)
+    machine.received(1.7, 0, replace(ready(), after=4))  # the store is not there
+    assert machine.describe(2.0)["phase"] == "waiting for nodes"
+    machine.connected(2.0, 2, hello("n2", 2), "h")
+    machine.received(2.0, 2, ready())
+    assert machine.describe(2.0)["phase"] == "recovering"
 
 
 def test_a_node_id_that_is_taken_is_refused():

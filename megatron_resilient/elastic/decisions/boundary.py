@@ -65,7 +65,7 @@ def close_boundary(job: Job, now: float) -> None:
         job.live = job.pausing = False
         job.cause = "leave" if job.departing else "join"
         job.evidence_at = now + job.unix_offset
-        job.out_until = None
+        job.out_until = now + job.limits.fence_timeout  # if too few stay, leavers are needed too
 
 
 def _release(job: Job) -> None:

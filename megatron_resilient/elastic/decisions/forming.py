@@ -42,7 +42,9 @@ def form(job: Job, now: float) -> None:
         return
     final = job.ending is not None
     short = _shortage(job, chosen, seats)
-    if short and not final:
+    if not short:
+        job.short_since = None
+    elif not final:
         if not _wait_for_more(job, now, short, survivors, bool(seats)):
             return
         final = job.ending is not None
