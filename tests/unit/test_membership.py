@@ -225,9 +225,24 @@ def test_an_exception_of_one_rank_loses_nobody():
     job = started()
     job.evidence(job.of("n1")[0])
     job.run_until(lambda: 2 in job.worlds, 3)
-    assert job.worlds[2].lost_nodes == ()
+    assert (job.worlds[2].lost_nodes, job.worlds[2].planned) == ((), False)
     job.run_until(trains(job, "n0", "n1", "n2", "n3"), 3)
     assert [event.fields["failed_nodes"] for event in job.recorded("failure")] == [[]]
+
+
+def test_the_last_sign_of_a_spare_is_not_that_of_a_member():
+    job = FakeJob(2, grid=(1, 1, 2))
+    job.run_until(trains(job, "n0", "n1"))
+    job.start_node("n2")
+    job.run(3)
+    job.of("n2")[0].stopped = job.agents["n2"].stopped = True
+    job.run(10)
+    job.start_node("n3")
+    job.run(3)
+    job.kill_node("n1")
+    job.run_until(trains(job, "n0", "n3"), 5)
+    times = job.worlds[2].times
+    assert times["last_sign"] == times["evidence"]
 
 
 def test_a_main_thread_that_does_not_come_out_is_dropped():

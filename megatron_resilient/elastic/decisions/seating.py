@@ -71,7 +71,7 @@ def _next_world(job: Job, unix: float, chosen: list[Process], final: bool) -> Se
         cause=job.cause,
         lost_nodes=lost,
         joined_nodes=tuple(sorted(here - before, key=node_order)),
-        planned=all(node in job.left or node in standing_by for node in lost),
+        planned=bool(lost) and all(node in job.left or node in standing_by for node in lost),
         times={
             # Of a loss that was noticed by silence; others are noticed at once.
             "last_sign": unix if first else (job.last_sign or evidence),
