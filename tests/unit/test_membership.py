@@ -21,6 +21,7 @@ from megatron_resilient.elastic.messages import (
     Ready,
     Seated,
     StatusQuery,
+    WhereQuery,
     WorkerExit,
 )
 from megatron_resilient.elastic.orders import Send
@@ -503,6 +504,24 @@ def test_the_status_names_members_and_what_they_report():
     job.kill_node("n1")
     job.run_until(trains(job, "n0"), 5)
     assert job.machine.describe(job.now)["last_recovery"]["lost_nodes"] == ["n1"]
+
+
+def test_a_node_that_died_is_no_longer_shown():
+    job = started(3)
+    job.kill_node("n2")
+    job.run_until(trains(job, "n0", "n1"), 5)
+    assert [node["node"] for node in job.machine.describe(job.now)["nodes"]] == ["n0", "n1"]
+
+
+def test_progress_of_an_older_generation_is_none_of_this_one():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, number, held(True, f"n{number}"), "h")
+    orders = []
+    for tenth in range(100):
+        for key, generation in ((0, 3), (1, 4)):
+            orders += machine.received(tenth / 10, key, Beat(generation, tenth * (key == 0)))
+    assert WhereQuery() in sent(orders, 0)
 
 
 def test_who_was_refused_is_told_again_when_it_comes_back():

@@ -52,11 +52,13 @@ def hear_worker(job: Job, now: float, process: Process, message: ToServer) -> No
 def _hear_beat(job: Job, now: float, process: Process, beat: Beat) -> None:
     process.report = beat.report
     job.newest_step = max(job.newest_step, job.step() or 0)
-    if beat.progress != process.progress:
-        process.progress = beat.progress
-        if process.member:
-            job.progress_at, job.asked_at = now, None
-    if beat.busy is not None and process.member and job.live:
+    gets_on = beat.progress != process.progress
+    process.progress = beat.progress
+    if not process.member or beat.generation != job.generation:
+        return
+    if gets_on:
+        job.progress_at, job.asked_at = now, None
+    if beat.busy is not None and job.live:
         process.busy.append(beat.busy)
 
 
