@@ -83,12 +83,12 @@ class Membership:
         self._advance(now)
         self._roles.pop(key, None)
         who = self._job.by_key.pop(key, None)
-        if who is not None and who.key == key:
-            who.key = None
-            if isinstance(who, Process):
-                who.lost_at, who.proven = now, proven
-                if who.finished is not None and not who.member:
-                    self._job.processes.pop(who.hello.id, None)
+        if isinstance(who, Agent):
+            del self._job.agents[who.hello.node]
+        elif isinstance(who, Process) and who.key == key:
+            who.key, who.lost_at, who.proven = None, now, proven
+            if who.finished is not None and not who.member:
+                self._job.processes.pop(who.hello.id, None)
         return self._settle(now)
 
     def received(self, now: float, key: int, message: ToServer) -> list[Order]:

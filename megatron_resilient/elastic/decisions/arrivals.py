@@ -14,12 +14,12 @@ def meet_agent(job: Job, now: float, key: int, hello: Hello) -> None:
     known = job.agents.get(hello.node)
     if job.ended is not None:
         job.send(key, Stop(job.ended.code))
-    elif known is not None and known.hello.id != hello.id and known.key is not None:
+    elif known is not None and known.hello.id != hello.id:
         text = f"node id {hello.node!r} has an agent already, with pid {known.hello.pid}"
         job.log(f"refused: {text}")
         job.send(key, Stop(2, f"{text}; give each node an id of its own"))
     else:
-        if known is not None and known.key is not None:
+        if known is not None:
             job.hang_up(known.key)
         job.agents[hello.node] = job.by_key[key] = Agent(hello, key, now)
 

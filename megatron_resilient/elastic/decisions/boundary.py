@@ -84,6 +84,6 @@ def depart(job: Job, nodes: Iterable[str]) -> None:
             dismiss(job, process, Exit(0, "", "left as planned"))
         job.leaving.discard(node)
         agent = job.agents.pop(node, None)
-        if agent is not None and agent.key is not None:
+        if agent is not None:
             job.send(agent.key, Stop(0))
             job.by_key[agent.key] = None

@@ -27,7 +27,7 @@ class Job:
         self.ended: End | None = None
         # Who is there:
         self.processes: dict[str, Process] = {}  # by process id
-        self.agents: dict[str, Agent] = {}  # by node
+        self.agents: dict[str, Agent] = {}  # by node; only those that are connected
         # By connection; None if whoever had it was dismissed, or is a user.
         self.by_key: dict[int, Process | Agent | None] = {}
         # By process id: what whoever is out for good is told when it comes back.

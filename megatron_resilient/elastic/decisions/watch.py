@@ -22,7 +22,7 @@ def notice_silence(job: Job, now: float) -> None:
             lose(job, now, process.node, why, proven=there)
         elif (
             process.lost_at is not None
-            and (agent is None or agent.key is None)
+            and agent is None
             and now - process.lost_at > job.rules.grace
         ):
             why = "its connections broke"
