@@ -21,6 +21,7 @@ from megatron_resilient.elastic.messages import (
     Ready,
     Seated,
     StatusQuery,
+    Whereabouts,
     WhereQuery,
     WorkerExit,
 )
@@ -406,6 +407,25 @@ def test_our_own_standstill_is_nobodys_silence():
     assert max(job.worlds) == 1
 
 
+def test_our_own_standstill_counts_for_no_limit():
+    job = started(3, min_nodes=3)
+    job.break_connection(job.of("n1")[0])
+    job.agents["n1"].wire.closing, job.agents["n1"].wire = True, None
+    while job.wires.keys() - {c.wire.key for c in (*job.workers, *job.agents.values()) if c.wire}:
+        for wire in list(job.wires.values()):
+            job._deliver(wire)
+    job.now += 100  # longer than the grace of a connection
+    job.run(3)
+    assert max(job.worlds) == 1
+    job.kill_node("n2")
+    job.run(3)
+    job.now += 100  # longer than `rejoin_timeout`
+    job.run(3)
+    assert job.end is None
+    job.start_node("n2")
+    job.run_until(trains(job, "n0", "n1", "n2"), 5)
+
+
 def hello(node, number, role=WORKER):
     return Hello(role, node if role == WORKER else "", f"process-{number}")
 
@@ -548,12 +568,13 @@ def test_a_world_that_was_lost_and_is_over_is_not_waited_for():
     for number in range(2):
         machine.connected(0.0, number, hello(f"n{number}", number), "h")
         machine.received(0.0, number, replace(ready(), after=0))
+    machine.tick(0.8)
     (world,) = [m for m in sent(formed(machine, 1.5), 0) if isinstance(m, Seated)]
-    machine.disconnected(2.1, 1)  # before it read its world
-    machine.received(2.1, 0, Evidence(world.generation, "x"))
-    machine.received(2.1, 0, replace(ready(), after=world.generation))
-    machine.connected(2.2, 2, hello("n1", 1), "h")
-    orders = machine.received(2.2, 2, replace(ready(), after=0))
+    machine.disconnected(1.9, 1)  # before it read its world
+    machine.received(1.9, 0, Evidence(world.generation, "x"))
+    machine.received(1.9, 0, replace(ready(), after=world.generation))
+    machine.connected(1.95, 2, hello("n1", 1), "h")
+    orders = machine.received(1.95, 2, replace(ready(), after=0))
     (again,) = [m for m in sent(orders, 2) if isinstance(m, Seated)]
     assert nodes(again) == ["n0", "n1"]
 
@@ -562,6 +583,20 @@ def held(training, node="n0"):
     seats = (Seat("n0", 0, {}), Seat("n1", 0, {}))
     world = HeldWorld(generation=4, formed=9.0, seats=seats, step=7, training=training)
     return replace(hello(node, int(node[1])), world=world)
+
+
+def test_our_own_standstill_leaves_time_to_say_where_one_is():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, number, held(True, f"n{number}"), "h")
+    now, orders = 0.0, []
+    while WhereQuery() not in sent(orders, 0):
+        now += 0.5
+        orders = [*machine.received(now, 0, Beat(4, 0)), *machine.received(now, 1, Beat(4, 0))]
+    assert not machine.tick(now + 100)[1:]  # it logs that it stood still
+    assert not sent(machine.received(now + 100, 0, Whereabouts(True, "f")), 0)
+    (fence,) = sent(machine.received(now + 100, 1, Whereabouts(True, "f")), 0)
+    assert fence.generation == 4
 
 
 def test_after_a_restart_one_that_is_out_ends_the_generation_for_all():
