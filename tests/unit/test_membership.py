@@ -327,8 +327,45 @@ def test_a_node_that_left_comes_back_while_the_others_wait_for_nodes():
 def test_the_last_node_that_leaves_saves():
     job = started(1)
     job.leave("n0")
-    job.run_until(lambda: 2 in job.worlds, 5)
-    assert job.worlds[2].final
+    job.run_until(lambda: job.end is not None, 5)
+    assert job.end.code == 0
+    assert max(job.worlds) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nodes_that_leave_while_a_boundary_is_awaited_leave_at_it(seed):
+    job = started(4, seed=seed)
+    busy = job.of("n3")[0]
+    busy.stopped = True  # in a long step: nobody gets to a boundary
+    job.leave("n0")
+    job.run(0.8)
+    for node in ("n1", "n2", "n3"):
+        job.leave(node)
+    job.run(0.6)
+    busy.stopped = False
+    job.run_until(lambda: job.end is not None, 5)
+    assert job.end.code == 0
+    assert max(job.worlds) == 1
+    assert not job.recorded("failure")
+
+
+def test_a_leaver_that_the_boundary_was_not_told_of_stays_until_the_next():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1, 2):
+        machine.connected(0.0, number, held(True, f"n{number}", count=3), "h")
+        machine.connected(0.0, 9 - number, Hello(AGENT, f"n{number}", f"agent-{number}"), "h")
+    machine.received(0.5, 9, Leave())
+    assert sent(machine.tick(1.0), 2) == [BoundaryOrder(1, ("n0",))]
+    machine.received(1.0, 8, Leave())
+    assert sent(machine.tick(1.4), 2) == [BoundaryOrder(1, ("n0", "n1"))]
+    for number in (0, 1, 2):  # they agreed before they heard of n1
+        machine.received(1.5, number, Paused({}, ("n0",)))
+    orders = machine.store_opened(1.5, 6, 1)
+    for number in (1, 2):
+        orders += machine.received(1.6, number, replace(ready(), after=4))
+    world, again = sent(orders, 2)
+    assert nodes(world) == ["n1", "n2"]
+    assert again == BoundaryOrder(1, ("n1",))
 
 
 def test_too_few_nodes_wait_and_then_save():
@@ -579,8 +616,8 @@ def test_a_world_that_was_lost_and_is_over_is_not_waited_for():
     assert nodes(again) == ["n0", "n1"]
 
 
-def held(training, node="n0"):
-    seats = (Seat("n0", 0, {}), Seat("n1", 0, {}))
+def held(training, node="n0", count=2):
+    seats = tuple(Seat(f"n{number}", 0, {}) for number in range(count))
     world = HeldWorld(generation=4, formed=9.0, seats=seats, step=7, training=training)
     return replace(hello(node, int(node[1])), world=world)
 

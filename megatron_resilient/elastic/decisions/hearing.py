@@ -40,6 +40,7 @@ def hear_worker(job: Job, now: float, process: Process, message: ToServer) -> No
             fence(job, now, f"node {process.node}: {message.cause}")
     elif isinstance(message, Paused):
         process.paused = True
+        job.departing |= job.announced.intersection(message.leaving)
         job.progress_at = now
     elif isinstance(message, Finish):
         _hear_finish(job, now, process, message)

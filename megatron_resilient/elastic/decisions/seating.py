@@ -49,7 +49,8 @@ def seat_all(job: Job, now: float, chosen: list[Process], final: bool) -> None:
             "time": job.formed,
             "seconds_to_form": job.formed - job.evidence_at,
         }
-    job.lost, job.left, job.departing = {}, set(), frozenset()
+    job.lost, job.left = {}, set()
+    job.announced = job.departing = frozenset()
 
 
 def _next_world(job: Job, unix: float, chosen: list[Process], final: bool) -> Seated:
