@@ -5,7 +5,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Self
 
 from megatron_resilient import errors
@@ -197,10 +197,15 @@ class Member:
         """Returns the ids of the nodes that leave at the coming boundary."""
         return set(self._leaving)
 
-    def boundary(self, state: dict[str, Any]) -> None:
-        """Says that this process stands at the boundary and its state was handed over."""
+    def boundary(self, state: dict[str, Any], leaving: Iterable[str] = ()) -> None:
+        """Says that this process stands at the boundary and its state was handed over.
+
+        Args:
+            state: As in `next_world`.
+            leaving: The nodes that all agreed to let go: what each was told, together.
+        """
         with self._changed:
-            self._say(Paused(state))
+            self._say(Paused(state, tuple(sorted(leaving))))
 
     def report(self, **fields: Any) -> None:
         """Notes the latest facts of the training, for `status`. Plain values; None removes one."""

@@ -41,6 +41,7 @@ class Membership:
         """
         self._job = Job(rules, now, unix_offset)
         self._ticked = now
+        self._stood_still = 0.0  # for so many seconds, in all
         self._roles: dict[int, str] = {}  # by connection
         self._store_wanted = 0
         self._store_retry = 0.0
@@ -64,7 +65,7 @@ class Membership:
             hello: What it said.
             host: Our own address on that connection.
         """
-        self._advance(now)
+        now = self._advance(now)
         self._job.by_key[key], self._roles[key] = None, hello.role
         if hello.role == AGENT:
             meet_agent(self._job, now, key, hello)
@@ -80,15 +81,15 @@ class Membership:
             key: The connection.
             proven: The other machine said so. It is silence if packets were only unanswered.
         """
-        self._advance(now)
+        now = self._advance(now)
         self._roles.pop(key, None)
         who = self._job.by_key.pop(key, None)
-        if who is not None and who.key == key:
-            who.key = None
-            if isinstance(who, Process):
-                who.lost_at, who.proven = now, proven
-                if who.finished is not None and not who.member:
-                    self._job.processes.pop(who.hello.id, None)
+        if isinstance(who, Agent):
+            del self._job.agents[who.hello.node]
+        elif isinstance(who, Process) and who.key == key:
+            who.key, who.lost_at, who.proven = None, now, proven
+            if who.finished is not None and not who.member:
+                self._job.processes.pop(who.hello.id, None)
         return self._settle(now)
 
     def received(self, now: float, key: int, message: ToServer) -> list[Order]:
@@ -98,7 +99,7 @@ class Membership:
             ProtocolError: It is not for this sender to say, or its content is wrong. Nothing has
                 changed; the connection is to be closed.
         """
-        self._advance(now)
+        now = self._advance(now)
         who = self._job.by_key.get(key)
         if who is not None:
             who.heard = now
@@ -113,7 +114,7 @@ class Membership:
 
     def store_opened(self, now: float, generation: int, port: int) -> list[Order]:
         """The store that was ordered for a generation listens."""
-        self._advance(now)
+        now = self._advance(now)
         if generation == self._job.next_generation:
             self._job.store_port = port
         else:
@@ -122,7 +123,7 @@ class Membership:
 
     def store_failed(self, now: float, generation: int, why: str) -> list[Order]:
         """That store could not be started; it is tried again."""
-        self._advance(now)
+        now = self._advance(now)
         self._job.log(f"no store for generation {generation}: {why}; trying again")
         if generation == self._store_wanted:
             self._store_wanted, self._store_retry = 0, now + _STORE_PAUSE_SECONDS
@@ -130,27 +131,23 @@ class Membership:
 
     def tick(self, now: float) -> list[Order]:
         """Time passes; to be called several times per heartbeat interval."""
-        self._advance(now)
+        now = self._advance(now)
         return self._settle(now)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Returns the answer to `status`, as plain values."""
-        return describe(self._job, now)
+        return describe(self._job, now - self._stood_still)
 
-    def _advance(self, now: float) -> None:
+    def _advance(self, now: float) -> float:
+        """Returns the job's time: it stands still while we do."""
         gap = now - self._ticked
-        if gap > max(1.0, 2 * self._job.limits.heartbeat_interval):
-            # It was we who stood still: what the others said meanwhile is still to be read.
-            self._job.log(f"the coordinator stood still for {gap:.1f} s; no silence of it counts")
-            for process in self._job.processes.values():
-                process.heard += gap
-            for agent in self._job.agents.values():
-                agent.heard += gap
-            self._job.progress_at += gap
-            self._job.awaited_until += gap
-            if self._job.out_until is not None:
-                self._job.out_until += gap
         self._ticked = now
+        if gap > max(1.0, 2 * self._job.limits.heartbeat_interval):
+            # What the others said meanwhile is still to be read.
+            self._job.log(f"the coordinator stood still for {gap:.1f} s; no limit counts it")
+            self._stood_still += gap
+            self._job.unix_offset += gap
+        return now - self._stood_still
 
     def _settle(self, now: float) -> list[Order]:
         """Does everything that can be done now, and returns the orders of this event."""

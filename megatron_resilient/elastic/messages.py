@@ -116,10 +116,16 @@ class Beat:
 
 @dataclass(frozen=True)
 class Paused:
-    """Worker: I stand at the step boundary that was asked for, with this state, handed over."""
+    """Worker: I stand at the step boundary that was asked for, with this state, handed over.
+
+    Attributes:
+        state: As in `Ready`.
+        leaving: Nodes whose state was handed over to those that stay.
+    """
 
     TYPE: ClassVar[str] = "boundary"
     state: dict[str, Any]
+    leaving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class Seated(World):
 
 @dataclass(frozen=True)
 class BoundaryOrder:
-    """Server: stop at the next step boundary.
+    """Server: stop at the next step boundary. A later one says more, until a member has paused.
 
     Attributes:
         bits: What for; see `MEMBERSHIP_CHANGES` and `SAVE_AND_END`. 0: no longer wanted.

@@ -68,12 +68,12 @@ class Process:
 
 @dataclass(eq=False)
 class Agent:
-    """The agent of a node; attributes as in `Process`."""
+    """The agent of a node, while it is connected; attributes as in `Process`."""
 
     hello: Hello
-    key: int | None
+    key: int
     heard: float
 
     def answers(self, now: float, within: float) -> bool:
-        """Tells whether it is there and was heard of within so many seconds."""
-        return self.key is not None and now - self.heard <= within
+        """Tells whether it was heard of within so many seconds."""
+        return now - self.heard <= within

@@ -83,6 +83,11 @@ class Worker:
     progress: int = 0
     in_collective: bool = True
     frozen: bool = False  # no progress
+    handed_over: bool = False  # what it holds, to those that stay
+
+    @property
+    def slot(self):
+        return self.node, self.local_rank
 
     @property
     def trains(self):
@@ -426,10 +431,15 @@ class FakeJob:
             assert (seat.node, seat.local_rank) == (worker.node, worker.local_rank)
             worker.world, worker.waiting, worker.fenced = message, False, False
             worker.bits, worker.leaving, worker.standing = 0, (), []
+            worker.handed_over = False
             self.worlds[message.generation] = message
         elif isinstance(message, BoundaryOrder):
             worker.bits, worker.leaving = message.bits, message.leaving
         elif isinstance(message, Exit):
+            if message.message == "left as planned" and worker.world is not None:
+                newest = self.worlds[max(self.worlds)]
+                seated = any((s.node, s.local_rank) == worker.slot for s in newest.seats)
+                assert worker.handed_over or not seated, "what a leaver holds is lost"
             worker.told = message
         elif isinstance(message, WhereQuery):
             self._say(worker, Whereabouts(worker.in_collective, "f"))
@@ -455,6 +465,12 @@ class FakeJob:
         for world in self.complete_generations():
             peers = self._peers(world)
             if all(p.bits and not p.stopped and p.node not in self.cut for p in peers):
+                leaving = {node for peer in peers for node in peer.leaving}
+                if leaving.issuperset(peer.node for peer in peers):  # saved
+                    for peer in peers:
+                        self.kill_worker(peer, 0)
+                    return
                 for peer in peers:
-                    self._say(peer, Paused({}))
+                    peer.handed_over = peer.node in leaving
+                    self._say(peer, Paused({}, tuple(leaving)))
                     self._be_ready(peer)

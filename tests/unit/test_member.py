@@ -183,8 +183,8 @@ def test_boundaries_are_asked_for_and_answered(coordinator, join):
     coordinator.send(BoundaryOrder(1, ("node2",)))
     until(lambda: member.wants_boundary == 1)
     assert member.leaving() == {"node2"}
-    member.boundary(STATE)
-    assert coordinator.wait_for(Paused).state == STATE
+    member.boundary(STATE, {"node2", "node1"})
+    assert coordinator.wait_for(Paused) == Paused(STATE, ("node1", "node2"))
     seated(coordinator, member, 2)
     assert member.wants_boundary == 0
     assert member.leaving() == set()

@@ -11,13 +11,19 @@ from megatron_resilient.elastic.messages import (
     AGENT,
     CLIENT,
     WORKER,
+    Beat,
     BoundaryOrder,
     Evidence,
+    Exit,
     Hello,
     Leave,
+    Paused,
     Ready,
     Seated,
     StatusQuery,
+    Whereabouts,
+    WhereQuery,
+    WorkerExit,
 )
 from megatron_resilient.elastic.orders import Send
 from megatron_resilient.elastic.rules import Rules
@@ -221,9 +227,24 @@ def test_an_exception_of_one_rank_loses_nobody():
     job = started()
     job.evidence(job.of("n1")[0])
     job.run_until(lambda: 2 in job.worlds, 3)
-    assert job.worlds[2].lost_nodes == ()
+    assert (job.worlds[2].lost_nodes, job.worlds[2].planned) == ((), False)
     job.run_until(trains(job, "n0", "n1", "n2", "n3"), 3)
     assert [event.fields["failed_nodes"] for event in job.recorded("failure")] == [[]]
+
+
+def test_the_last_sign_of_a_spare_is_not_that_of_a_member():
+    job = FakeJob(2, grid=(1, 1, 2))
+    job.run_until(trains(job, "n0", "n1"))
+    job.start_node("n2")
+    job.run(3)
+    job.of("n2")[0].stopped = job.agents["n2"].stopped = True
+    job.run(10)
+    job.start_node("n3")
+    job.run(3)
+    job.kill_node("n1")
+    job.run_until(trains(job, "n0", "n3"), 5)
+    times = job.worlds[2].times
+    assert times["last_sign"] == times["evidence"]
 
 
 def test_a_main_thread_that_does_not_come_out_is_dropped():
@@ -294,11 +315,57 @@ def test_a_leaver_takes_part_in_a_recovery_and_leaves_then():
     assert job.worlds[max(job.worlds)].planned
 
 
+def test_a_node_that_left_comes_back_while_the_others_wait_for_nodes():
+    job = started(3, min_nodes=3)
+    job.leave("n2")
+    job.run_until(lambda: not job.agents["n2"].alive, 5)
+    job.start_node("n2")
+    job.run_until(trains(job, "n0", "n1", "n2"), 5)
+    assert not job.worlds[2].final
+
+
 def test_the_last_node_that_leaves_saves():
     job = started(1)
     job.leave("n0")
-    job.run_until(lambda: 2 in job.worlds, 5)
-    assert job.worlds[2].final
+    job.run_until(lambda: job.end is not None, 5)
+    assert job.end.code == 0
+    assert max(job.worlds) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nodes_that_leave_while_a_boundary_is_awaited_leave_at_it(seed):
+    job = started(4, seed=seed)
+    busy = job.of("n3")[0]
+    busy.stopped = True  # in a long step: nobody gets to a boundary
+    job.leave("n0")
+    job.run(0.8)
+    for node in ("n1", "n2", "n3"):
+        job.leave(node)
+    job.run(0.6)
+    busy.stopped = False
+    job.run_until(lambda: job.end is not None, 5)
+    assert job.end.code == 0
+    assert max(job.worlds) == 1
+    assert not job.recorded("failure")
+
+
+def test_a_leaver_that_the_boundary_was_not_told_of_stays_until_the_next():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1, 2):
+        machine.connected(0.0, number, held(True, f"n{number}", count=3), "h")
+        machine.connected(0.0, 9 - number, Hello(AGENT, f"n{number}", f"agent-{number}"), "h")
+    machine.received(0.5, 9, Leave())
+    assert sent(machine.tick(1.0), 2) == [BoundaryOrder(1, ("n0",))]
+    machine.received(1.0, 8, Leave())
+    assert sent(machine.tick(1.4), 2) == [BoundaryOrder(1, ("n0", "n1"))]
+    for number in (0, 1, 2):  # they agreed before they heard of n1
+        machine.received(1.5, number, Paused({}, ("n0",)))
+    orders = machine.store_opened(1.5, 6, 1)
+    for number in (1, 2):
+        orders += machine.received(1.6, number, replace(ready(), after=4))
+    world, again = sent(orders, 2)
+    assert nodes(world) == ["n1", "n2"]
+    assert again == BoundaryOrder(1, ("n1",))
 
 
 def test_too_few_nodes_wait_and_then_save():
@@ -377,6 +444,25 @@ def test_our_own_standstill_is_nobodys_silence():
     assert max(job.worlds) == 1
 
 
+def test_our_own_standstill_counts_for_no_limit():
+    job = started(3, min_nodes=3)
+    job.break_connection(job.of("n1")[0])
+    job.agents["n1"].wire.closing, job.agents["n1"].wire = True, None
+    while job.wires.keys() - {c.wire.key for c in (*job.workers, *job.agents.values()) if c.wire}:
+        for wire in list(job.wires.values()):
+            job._deliver(wire)
+    job.now += 100  # longer than the grace of a connection
+    job.run(3)
+    assert max(job.worlds) == 1
+    job.kill_node("n2")
+    job.run(3)
+    job.now += 100  # longer than `rejoin_timeout`
+    job.run(3)
+    assert job.end is None
+    job.start_node("n2")
+    job.run_until(trains(job, "n0", "n1", "n2"), 5)
+
+
 def hello(node, number, role=WORKER):
     return Hello(role, node if role == WORKER else "", f"process-{number}")
 
@@ -399,6 +485,49 @@ def test_other_settings_are_refused_by_name():
     assert (told.code, told.error) == (2, "RefusedError")
     assert "n1" in told.message
     assert "flags_digest" in told.message
+
+
+def test_flags_of_one_that_died_before_the_start_bind_nobody():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 0, hello("n0", 0), "h")
+    machine.received(0.0, 0, ready("wrong"))
+    machine.disconnected(0.1, 0)
+    machine.connected(0.2, 1, hello("n0", 1), "h")
+    assert sent(machine.received(0.2, 1, ready("right")), 1) == []
+    machine.connected(0.3, 2, hello("n1", 2), "h")
+    told = sent(machine.received(0.3, 2, ready("wrong")), 2)[0]
+    assert "'wrong' is not 'right'" in told.message
+
+
+def test_a_leaver_that_is_needed_and_does_not_come_out_is_not_waited_for_for_ever():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, number, held(True, f"n{number}"), "h")
+        machine.connected(0.0, 9 - number, Hello(AGENT, f"n{number}", f"agent-{number}"), "h")
+    machine.received(0.5, 8, Leave())
+    machine.tick(1.0)
+    machine.received(1.1, 1, Paused({}))
+    machine.received(1.1, 0, replace(ready(grid=(2, 1, 1)), after=4))
+    orders = []
+    for second in range(2, 20):
+        for key in (0, 1, 8, 9):
+            orders += machine.received(second, key, Beat())
+    (told,) = sent(orders, 1)[:1]
+    assert told.error == "HangError"
+    assert machine.ended
+
+
+def test_a_shortage_that_passed_does_not_count_in_the_next_one():
+    machine = Membership(Rules(limits=LIMITS, min_nodes=2), 0.0)
+    machine.connected(0.0, 0, held(True), "h")
+    machine.connected(0.0, 1, held(True, "n1"), "h")
+    machine.disconnected(1.0, 1)
+    machine.tick(1.6)
+    machine.received(1.7, 0, replace(ready(), after=4))  # the store is not there
+    assert machine.describe(2.0)["phase"] == "waiting for nodes"
+    machine.connected(2.0, 2, hello("n2", 2), "h")
+    machine.received(2.0, 2, ready())
+    assert machine.describe(2.0)["phase"] == "recovering"
 
 
 def test_a_node_id_that_is_taken_is_refused():
@@ -434,6 +563,24 @@ def test_the_status_names_members_and_what_they_report():
     assert job.machine.describe(job.now)["last_recovery"]["lost_nodes"] == ["n1"]
 
 
+def test_a_node_that_died_is_no_longer_shown():
+    job = started(3)
+    job.kill_node("n2")
+    job.run_until(trains(job, "n0", "n1"), 5)
+    assert [node["node"] for node in job.machine.describe(job.now)["nodes"]] == ["n0", "n1"]
+
+
+def test_progress_of_an_older_generation_is_none_of_this_one():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, number, held(True, f"n{number}"), "h")
+    orders = []
+    for tenth in range(100):
+        for key, generation in ((0, 3), (1, 4)):
+            orders += machine.received(tenth / 10, key, Beat(generation, tenth * (key == 0)))
+    assert WhereQuery() in sent(orders, 0)
+
+
 def test_who_was_refused_is_told_again_when_it_comes_back():
     machine = Membership(Rules(limits=LIMITS), 0.0)
     machine.connected(0.0, 0, hello("n0", 0), "h")
@@ -458,20 +605,35 @@ def test_a_world_that_was_lost_and_is_over_is_not_waited_for():
     for number in range(2):
         machine.connected(0.0, number, hello(f"n{number}", number), "h")
         machine.received(0.0, number, replace(ready(), after=0))
-    (world,) = [m for m in sent(formed(machine, 0.1), 0) if isinstance(m, Seated)]
-    machine.disconnected(0.7, 1)  # before it read its world
-    machine.received(0.7, 0, Evidence(world.generation, "x"))
-    machine.received(0.7, 0, replace(ready(), after=world.generation))
-    machine.connected(0.8, 2, hello("n1", 1), "h")
-    orders = machine.received(0.8, 2, replace(ready(), after=0))
+    machine.tick(0.8)
+    (world,) = [m for m in sent(formed(machine, 1.5), 0) if isinstance(m, Seated)]
+    machine.disconnected(1.9, 1)  # before it read its world
+    machine.received(1.9, 0, Evidence(world.generation, "x"))
+    machine.received(1.9, 0, replace(ready(), after=world.generation))
+    machine.connected(1.95, 2, hello("n1", 1), "h")
+    orders = machine.received(1.95, 2, replace(ready(), after=0))
     (again,) = [m for m in sent(orders, 2) if isinstance(m, Seated)]
     assert nodes(again) == ["n0", "n1"]
 
 
-def held(training, node="n0"):
-    seats = (Seat("n0", 0, {}), Seat("n1", 0, {}))
+def held(training, node="n0", count=2):
+    seats = tuple(Seat(f"n{number}", 0, {}) for number in range(count))
     world = HeldWorld(generation=4, formed=9.0, seats=seats, step=7, training=training)
     return replace(hello(node, int(node[1])), world=world)
+
+
+def test_our_own_standstill_leaves_time_to_say_where_one_is():
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    for number in (0, 1):
+        machine.connected(0.0, number, held(True, f"n{number}"), "h")
+    now, orders = 0.0, []
+    while WhereQuery() not in sent(orders, 0):
+        now += 0.5
+        orders = [*machine.received(now, 0, Beat(4, 0)), *machine.received(now, 1, Beat(4, 0))]
+    assert not machine.tick(now + 100)[1:]  # it logs that it stood still
+    assert not sent(machine.received(now + 100, 0, Whereabouts(True, "f")), 0)
+    (fence,) = sent(machine.received(now + 100, 1, Whereabouts(True, "f")), 0)
+    assert fence.generation == 4
 
 
 def test_after_a_restart_one_that_is_out_ends_the_generation_for_all():
@@ -480,6 +642,37 @@ def test_after_a_restart_one_that_is_out_ends_the_generation_for_all():
     orders = machine.connected(0.1, 1, held(False, "n1"), "h")
     assert [message.generation for message in sent(orders, 0)] == [4]
     assert machine.describe(0.1)["step"] == 7
+
+
+def test_after_a_restart_spares_that_are_as_many_as_a_job_may_have_do_not_start_one():
+    machine = Membership(Rules(limits=LIMITS, max_nodes=2), 0.0)
+    for number in (7, 8):
+        machine.connected(0.0, number, hello(f"n{number}", number), "h")
+        machine.received(0.0, number, ready())
+    formed(machine, 0.1)
+    for number in (0, 1):
+        assert sent(machine.connected(0.6, number, held(True, f"n{number}"), "h"), number) == []
+    assert machine.generation == 4
+
+
+@pytest.mark.parametrize("order", ["old first", "new first", "exit first"])
+def test_after_a_restart_a_worker_that_was_replaced_meanwhile_is_lost_at_once(order):
+    machine = Membership(Rules(limits=LIMITS), 0.0)
+    machine.connected(0.0, 9, Hello(AGENT, "n1", "agent-of-n1"), "h")
+    events = [
+        lambda: machine.connected(0.1, 0, held(True), "h"),
+        lambda: machine.connected(0.1, 2, replace(hello("n1", 2), pid=22), "h"),
+        lambda: machine.received(0.1, 9, WorkerExit(0, -9, 11)),
+    ]
+    orders = []
+    for index in {"old first": (0, 1, 2), "new first": (1, 0, 2), "exit first": (0, 2, 1)}[order]:
+        orders += events[index]()
+    orders += machine.received(0.2, 0, replace(ready(), after=4))
+    orders += machine.received(0.2, 2, replace(ready(), after=0))
+    orders += machine.store_opened(0.3, 6, 1)
+    (world,) = [message for message in sent(orders, 0) if isinstance(message, Seated)]
+    assert world.lost_nodes == ("n1",)
+    assert not any(isinstance(message, Exit) for message in sent(orders, 2))
 
 
 def test_after_a_restart_a_leaver_is_not_let_go_before_its_workers_are_back():

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_resilient.elastic.decisions.job import Job
 from megatron_resilient.elastic.decisions.loss import lose
-from megatron_resilient.elastic.messages import Exit
+from megatron_resilient.elastic.messages import Exit, Ready
 from megatron_resilient.elastic.roster import Process
 from megatron_resilient.errors import ProtocolError
 
@@ -33,6 +33,15 @@ def _counts(values: Any, length: int) -> tuple[int, ...] | None:
     if not all(type(value) is int and 0 <= value < 2**31 for value in values):
         return None
     return tuple(values)
+
+
+def agree(job: Job, process: Process, ready: Ready) -> None:
+    """Lets the first that is ready say what all others must have been started with."""
+    others = [p for p in job.processes.values() if p is not process and p.finished is None]
+    if not job.generation and not any(other.ready for other in others):
+        job.settings = None  # nothing is begun, and whoever said it is gone
+    if job.settings is None and (process.member or not job.generation):
+        job.settings = (ready.settings, check_state(ready.state))
 
 
 def refuse_other_settings(job: Job, now: float, process: Process) -> None:

@@ -4,7 +4,7 @@ from megatron_resilient.elastic.decisions.boundary import boundary_order
 from megatron_resilient.elastic.decisions.fence import send_fence
 from megatron_resilient.elastic.decisions.job import Job
 from megatron_resilient.elastic.decisions.loss import dismiss, fenced_exit, lose
-from megatron_resilient.elastic.decisions.take_over import take_back
+from megatron_resilient.elastic.decisions.take_over import miss_replaced, take_back
 from megatron_resilient.elastic.messages import Exit, Hello, Stop
 from megatron_resilient.elastic.roster import Agent, Process
 
@@ -14,12 +14,12 @@ def meet_agent(job: Job, now: float, key: int, hello: Hello) -> None:
     known = job.agents.get(hello.node)
     if job.ended is not None:
         job.send(key, Stop(job.ended.code))
-    elif known is not None and known.hello.id != hello.id and known.key is not None:
+    elif known is not None and known.hello.id != hello.id:
         text = f"node id {hello.node!r} has an agent already, with pid {known.hello.pid}"
         job.log(f"refused: {text}")
         job.send(key, Stop(2, f"{text}; give each node an id of its own"))
     else:
-        if known is not None and known.key is not None:
+        if known is not None:
             job.hang_up(known.key)
         job.agents[hello.node] = job.by_key[key] = Agent(hello, key, now)
 
@@ -44,6 +44,8 @@ def meet_worker(job: Job, now: float, key: int, hello: Hello, host: str) -> None
             job.processes[hello.id] = job.by_key[key] = process
             if hello.world is not None:
                 take_back(job, now, process, hello.world)
+            else:
+                miss_replaced(job, now)
 
 
 def _refuse_duplicate(job: Job, now: float, process: Process) -> bool:

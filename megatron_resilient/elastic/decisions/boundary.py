@@ -12,13 +12,18 @@ def ask_for_boundary(job: Job, now: float) -> None:
     """Asks for a boundary when somebody wants to come or to go."""
     if not job.is_young(now):
         _release(job)
-    if not job.live or job.pausing or job.final or job.awaited:
+    if not job.live or job.final or job.awaited:
         return
     leaves = job.leaving.intersection(slot[0] for slot in job.slots)
     # A job that is told to end hears it node by node, and is to save only once.
-    go = leaves and now - job.left_at >= job.rules.leave_window
-    if go or _would_be_seated(job, now):
-        _order_boundary(job)
+    go = bool(leaves) and now - job.left_at >= job.rules.leave_window
+    if job.pausing:
+        agreed = any(process.paused or process.ready for process in job.members())
+        if go and not leaves <= job.announced and not agreed:
+            _order_boundary(job, leaves)
+    elif go or _would_be_seated(job, now):
+        job.pausing, job.out_until, job.departing = True, None, frozenset(leaves)
+        _order_boundary(job, leaves)
 
 
 def _would_be_seated(job: Job, now: float) -> bool:
@@ -38,9 +43,9 @@ def _would_be_seated(job: Job, now: float) -> bool:
     return more and job.quiet(now, joiners)
 
 
-def _order_boundary(job: Job) -> None:
-    job.pausing, job.out_until = True, None
-    job.departing = frozenset(job.leaving.intersection(slot[0] for slot in job.slots))
+def _order_boundary(job: Job, leaves: Iterable[str]) -> None:
+    # Whoever stops was told of the first order; of a larger one perhaps nobody was in time.
+    job.announced = frozenset(leaves)
     for process in job.members():
         if process.key is not None:
             job.send(process.key, boundary_order(job))
@@ -48,7 +53,7 @@ def _order_boundary(job: Job) -> None:
 
 def boundary_order(job: Job) -> BoundaryOrder:
     """Returns what members are told that have to stop at a boundary."""
-    return BoundaryOrder(MEMBERSHIP_CHANGES, tuple(sorted(job.departing, key=node_order)))
+    return BoundaryOrder(MEMBERSHIP_CHANGES, tuple(sorted(job.announced, key=node_order)))
 
 
 def close_boundary(job: Job, now: float) -> None:
@@ -65,7 +70,7 @@ def close_boundary(job: Job, now: float) -> None:
         job.live = job.pausing = False
         job.cause = "leave" if job.departing else "join"
         job.evidence_at = now + job.unix_offset
-        job.out_until = None
+        job.out_until = now + job.limits.fence_timeout  # if too few stay, leavers are needed too
 
 
 def _release(job: Job) -> None:
@@ -84,6 +89,6 @@ def depart(job: Job, nodes: Iterable[str]) -> None:
             dismiss(job, process, Exit(0, "", "left as planned"))
         job.leaving.discard(node)
         agent = job.agents.pop(node, None)
-        if agent is not None and agent.key is not None:
+        if agent is not None:
             job.send(agent.key, Stop(0))
             job.by_key[agent.key] = None

@@ -16,8 +16,7 @@ def end(job: Job, code: int, error: str, message: str) -> None:
         if process.finished is None and process.key is not None:
             job.send(process.key, Exit(code, error, message))
     for agent in job.agents.values():
-        if agent.key is not None:
-            job.send(agent.key, Stop(code))
+        job.send(agent.key, Stop(code))
     job.orders.append(job.ended)
 
 

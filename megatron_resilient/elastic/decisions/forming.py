@@ -27,6 +27,7 @@ def form(job: Job, now: float) -> None:
     seats, _ = assign(job, chosen)
     if departing and seats:
         depart(job, departing)
+        job.departing = frozenset()  # once: whoever returns under such an id while we wait stays
     elif departing:
         # Somebody has to save what they all hold.
         leavers = [p for p in job.members() if p.node in departing]
@@ -41,7 +42,9 @@ def form(job: Job, now: float) -> None:
         return
     final = job.ending is not None
     short = _shortage(job, chosen, seats)
-    if short and not final:
+    if not short:
+        job.short_since = None
+    elif not final:
         if not _wait_for_more(job, now, short, survivors, bool(seats)):
             return
         final = job.ending is not None
@@ -56,12 +59,11 @@ def form(job: Job, now: float) -> None:
 
 
 def _may_start(job: Job, now: float, ready: list[Process]) -> bool:
-    nodes = {process.node for process in ready}
+    if job.is_young(now):  # those that came first may be the spares of a job that lives
+        return False
     most = job.most_nodes()
-    if most is not None and len(nodes) >= most:
-        return True
-    # A job that lives already may be on its way to us.
-    return job.quiet(now, ready) and not job.is_young(now)
+    enough = most is not None and len({process.node for process in ready}) >= most
+    return enough or job.quiet(now, ready)
 
 
 def _shortage(job: Job, chosen: list[Process], seats: tuple[Seat, ...]) -> str:

@@ -1,6 +1,6 @@
 """What workers, agents and users say, and what follows from it at once."""
 
-from megatron_resilient.elastic.decisions.agreement import check_state, refuse_other_settings
+from megatron_resilient.elastic.decisions.agreement import agree, check_state, refuse_other_settings
 from megatron_resilient.elastic.decisions.end import end
 from megatron_resilient.elastic.decisions.fence import fence
 from megatron_resilient.elastic.decisions.job import Job
@@ -40,6 +40,7 @@ def hear_worker(job: Job, now: float, process: Process, message: ToServer) -> No
             fence(job, now, f"node {process.node}: {message.cause}")
     elif isinstance(message, Paused):
         process.paused = True
+        job.departing |= job.announced.intersection(message.leaving)
         job.progress_at = now
     elif isinstance(message, Finish):
         _hear_finish(job, now, process, message)
@@ -52,16 +53,18 @@ def hear_worker(job: Job, now: float, process: Process, message: ToServer) -> No
 def _hear_beat(job: Job, now: float, process: Process, beat: Beat) -> None:
     process.report = beat.report
     job.newest_step = max(job.newest_step, job.step() or 0)
-    if beat.progress != process.progress:
-        process.progress = beat.progress
-        if process.member:
-            job.progress_at, job.asked_at = now, None
-    if beat.busy is not None and process.member and job.live:
+    gets_on = beat.progress != process.progress
+    process.progress = beat.progress
+    if not process.member or beat.generation != job.generation:
+        return
+    if gets_on:
+        job.progress_at, job.asked_at = now, None
+    if beat.busy is not None and job.live:
         process.busy.append(beat.busy)
 
 
 def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:
-    grid = check_state(ready.state)
+    check_state(ready.state)
     if process.member and _is_answered(job, process, ready):
         return
     if process.ready is None:
@@ -69,8 +72,7 @@ def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:
     process.ready = ready
     if process.member and job.live and not job.pausing:
         fence(job, now, f"node {process.node} left generation {job.generation}")
-    if job.settings is None and (process.member or not job.generation):
-        job.settings = (ready.settings, grid)
+    agree(job, process, ready)
     for other in list(job.processes.values()):
         refuse_other_settings(job, now, other)
 

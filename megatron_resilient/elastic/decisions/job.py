@@ -27,14 +27,17 @@ class Job:
         self.ended: End | None = None
         # Who is there:
         self.processes: dict[str, Process] = {}  # by process id
-        self.agents: dict[str, Agent] = {}  # by node
+        self.agents: dict[str, Agent] = {}  # by node; only those that are connected
         # By connection; None if whoever had it was dismissed, or is a user.
         self.by_key: dict[int, Process | Agent | None] = {}
         # By process id: what whoever is out for good is told when it comes back.
         self.dismissed: dict[str, Exit] = {}
         self.leaving: set[str] = set()  # nodes
         self.left_at = now  # when the last of them said so
-        self.departing: frozenset[str] = frozenset()  # those that the coming boundary lets go
+        # Those that the latest order of a boundary names, and those that the boundary lets go for
+        # sure: what the first order named, and what members said that they agreed on.
+        self.announced: frozenset[str] = frozenset()
+        self.departing: frozenset[str] = frozenset()
         # What all must be started with, and the grid [tp, cp, pp]:
         self.settings: tuple[dict[str, Any], tuple[int, ...]] | None = None
         # The latest generation:

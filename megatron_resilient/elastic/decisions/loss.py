@@ -27,10 +27,7 @@ def lose(
         spare: A process that ends by itself.
     """
     there = [process for process in job.processes.values() if process.node == node]
-    was_member = any(process.member for process in there) or any(
-        slot[0] == node for slot in job.awaited
-    )
-    ranks = [rank for rank, slot in enumerate(job.slots) if slot[0] == node]
+    was_member = _has_seat(job, node)
     for process in there:
         if process is spare:
             del job.processes[process.hello.id]
@@ -39,12 +36,34 @@ def lose(
                 job.by_key[process.key] = None
         else:
             dismiss(job, process, told or fenced_exit(node, cause))
+    if was_member:
+        _count(job, now, node, cause, proven)
+
+
+def lose_members(job: Job, now: float, node: str, cause: str) -> None:
+    """Drops what a node had in the latest generation, proven dead; its new processes stay."""
+    if not _has_seat(job, node):
+        return
+    for process in list(job.processes.values()):
+        if process.node == node and process.member:
+            dismiss(job, process, fenced_exit(node, cause))
+    _count(job, now, node, cause, proven=True)
+
+
+def _has_seat(job: Job, node: str) -> bool:
+    held = any(process.node == node and process.member for process in job.processes.values())
+    return held or any(slot[0] == node for slot in job.awaited)
+
+
+def _count(job: Job, now: float, node: str, cause: str, proven: bool) -> None:
     job.awaited = {slot for slot in job.awaited if slot[0] != node}
-    if was_member and node not in job.lost:
-        job.lost[node] = proven
-        job.log(f"node {node} is lost: {cause}")
-        job.record("failure", cause=cause, failed_ranks=ranks, failed_nodes=[node])
-        fence(job, now, f"node {node} is lost: {cause}", recorded=True)
+    if node in job.lost:
+        return
+    job.lost[node] = proven
+    ranks = [rank for rank, slot in enumerate(job.slots) if slot[0] == node]
+    job.log(f"node {node} is lost: {cause}")
+    job.record("failure", cause=cause, failed_ranks=ranks, failed_nodes=[node])
+    fence(job, now, f"node {node} is lost: {cause}", recorded=True)
 
 
 def dismiss(job: Job, process: Process, told: Exit) -> None:

@@ -49,7 +49,8 @@ def seat_all(job: Job, now: float, chosen: list[Process], final: bool) -> None:
             "time": job.formed,
             "seconds_to_form": job.formed - job.evidence_at,
         }
-    job.lost, job.left, job.departing = {}, set(), frozenset()
+    job.lost, job.left = {}, set()
+    job.announced = job.departing = frozenset()
 
 
 def _next_world(job: Job, unix: float, chosen: list[Process], final: bool) -> Seated:
@@ -71,7 +72,7 @@ def _next_world(job: Job, unix: float, chosen: list[Process], final: bool) -> Se
         cause=job.cause,
         lost_nodes=lost,
         joined_nodes=tuple(sorted(here - before, key=node_order)),
-        planned=all(node in job.left or node in standing_by for node in lost),
+        planned=bool(lost) and all(node in job.left or node in standing_by for node in lost),
         times={
             # Of a loss that was noticed by silence; others are noticed at once.
             "last_sign": unix if first else (job.last_sign or evidence),

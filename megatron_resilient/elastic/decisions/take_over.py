@@ -2,7 +2,7 @@
 
 from megatron_resilient.elastic.decisions.fence import fence, send_fence
 from megatron_resilient.elastic.decisions.job import Job
-from megatron_resilient.elastic.decisions.loss import dismiss, fenced_exit
+from megatron_resilient.elastic.decisions.loss import dismiss, fenced_exit, lose_members
 from megatron_resilient.elastic.orders import CloseStore
 from megatron_resilient.elastic.roster import Process
 from megatron_resilient.elastic.world import HeldWorld
@@ -48,6 +48,18 @@ def _take_over(job: Job, now: float, held: HeldWorld) -> None:
         held_before = process.hello.world
         assert held_before is not None
         take_back(job, now, process, held_before)
+    miss_replaced(job, now)
+
+
+def miss_replaced(job: Job, now: float) -> None:
+    """Counts those as lost whose places were found taken by new processes.
+
+    While we were away their agents started them again, and what became of the old ones is not
+    said in any order. If a seat was lost on its way, its own process comes as a new one too.
+    """
+    for process in list(job.processes.values()):
+        if process.slot in job.awaited and process.hello.world is None:
+            lose_members(job, now, process.node, "a worker was replaced by a new one")
 
 
 def _renumber(job: Job, number: int) -> None:

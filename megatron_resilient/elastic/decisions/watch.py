@@ -17,12 +17,12 @@ def notice_silence(job: Job, now: float) -> None:
         there = agent is not None and agent.answers(now, job.limits.heartbeat_timeout / 2)
         if now - process.heard > job.limits.heartbeat_timeout:
             why = f"no heartbeat for {now - process.heard:.1f} s"
-            if job.live:
+            if job.live and process.member:
                 job.last_sign = process.heard + job.unix_offset
             lose(job, now, process.node, why, proven=there)
         elif (
             process.lost_at is not None
-            and (agent is None or agent.key is None)
+            and agent is None
             and now - process.lost_at > job.rules.grace
         ):
             why = "its connections broke"

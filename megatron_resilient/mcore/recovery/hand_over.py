@@ -14,7 +14,7 @@ from megatron_resilient.elastic.world import World
 from megatron_resilient.mcore.recovery.arrays import Arrays
 
 
-def before_departure(member: Member, own: Arrays) -> Arrays | None:
+def before_departure(member: Member, own: Arrays) -> tuple[Arrays, set[str]] | None:
     """Hands over what only the leaving nodes hold. Collective over all ranks, between two steps.
 
     Args:
@@ -22,14 +22,15 @@ def before_departure(member: Member, own: Arrays) -> Arrays | None:
         own: all state of this rank.
 
     Returns:
-        What this rank inherits; None if all nodes leave, so that nobody could.
+        (what this rank inherits, the nodes that leave: all that any rank was told of); None if all
+        nodes leave, so that nobody could inherit.
     """
     told = gather_json({"node": member.node, "leaving": sorted(member.leaving())})
     leaving_nodes = {node for each in told for node in each["leaving"]}
     leaving = [each["node"] in leaving_nodes for each in told]
     if all(leaving):
         return None
-    return hand_over(own, leaving, [each["node"] for each in told])
+    return hand_over(own, leaving, [each["node"] for each in told]), leaving_nodes
 
 
 def from_donors(world: World, own: Arrays) -> Arrays:

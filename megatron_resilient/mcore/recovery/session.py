@@ -37,7 +37,12 @@ _BOOTSTRAP_SHARE = 0.7
 
 
 class Boundary(Exception):
-    """The membership changes between two steps; everybody is alive and hands over."""
+    """The membership changes between two steps; everybody is alive and has handed over."""
+
+    def __init__(self, leaving: set[str]) -> None:
+        """Names the nodes that all agreed to let go."""
+        super().__init__()
+        self.leaving = leaving
 
 
 def current() -> "Session | None":
@@ -275,16 +280,15 @@ class Session:
     def _leave(self, error: BaseException) -> None:
         """Gets out of a generation with what is needed for the next one."""
         self.clock = {"left": time.time()}
-        planned = isinstance(error, Boundary)
-        if not planned and not isinstance(error, Fenced):
+        if not isinstance(error, Boundary | Fenced):
             self.member.leave_generation(_cause(error))
         forget_error(error)
         if self.live is not None:
             self.live.finish_update()
             self.old, self.live = self.live.leave(), None
-        if planned:
+        if isinstance(error, Boundary):
             assert self.old is not None
-            self.member.boundary(self.old.to_json())
+            self.member.boundary(self.old.to_json(), error.leaving)
         # Whoever drops the last reference to a gloo group waits for its threads.
         groups = list(distributed_c10d._world.pg_map)
         reset_megatron(self.model)

@@ -81,12 +81,12 @@ def _change(session: Session, live: LiveState) -> None:
     """Leaves this generation between two steps, with everybody alive."""
     if live.asked & SAVE_AND_END:
         raise save_and_end(live, "the coordinator stayed away for too long", CoordinatorLostError)
-    heritage = hand_over.before_departure(session.member, live.arrays())
-    if heritage is None:
+    handed_over = hand_over.before_departure(session.member, live.arrays())
+    if handed_over is None:
         raise save_and_end(live, "all nodes leave", SystemExit)
-    live.extra = heritage
+    live.extra, leaving = handed_over
     faults.point("leaving")
-    raise Boundary
+    raise Boundary(leaving)
 
 
 def save_and_end(live: LiveState, why: str, kind: type[BaseException]) -> BaseException:
