@@ -170,6 +170,7 @@ class Member:
                     self._world, self._offered, self._waiting = world, None, False
                     self._standing = ()
                     self._stop, self._cause = False, ""
+                    self._report.pop("step", None)  # it was done in another generation
                     self.progress += 1
                     return world
                 if world is not None:  # it was over before it began

@@ -39,7 +39,7 @@ class World:
         donors: processes that hold state and have no seat: ranks do not fill a block of tensor- and
             pipeline-parallel ones. Before the world begins they give what only they hold; their
             ranks follow those of the seats. Then they stand by.
-        newest_step: the newest step that anybody ever reported.
+        newest_step: the newest step that anybody reported in the generation before.
     """
 
     generation: int

@@ -52,15 +52,23 @@ def hear_worker(job: Job, now: float, process: Process, message: ToServer) -> No
 
 def _hear_beat(job: Job, now: float, process: Process, beat: Beat) -> None:
     process.report = beat.report
-    job.newest_step = max(job.newest_step, job.step() or 0)
     gets_on = beat.progress != process.progress
     process.progress = beat.progress
     if not process.member or beat.generation != job.generation:
         return
+    _note_step(job, beat.report.get("step"))
     if gets_on:
         job.progress_at, job.asked_at = now, None
     if beat.busy is not None and job.live:
         process.busy.append(beat.busy)
+
+
+def _note_step(job: Job, step: object) -> None:
+    if not isinstance(step, int) or not job.live:
+        return
+    if job.newest_step_of != job.generation:  # it may have gone back to a checkpoint
+        job.newest_step_of, job.newest_step = job.generation, step
+    job.newest_step = max(job.newest_step, step)
 
 
 def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:

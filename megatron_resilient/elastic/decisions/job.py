@@ -54,7 +54,8 @@ class Job:
         self.pausing = False  # it was asked for a boundary
         self.awaited: set[Slot] = set()  # seats that nobody claimed since our restart
         self.awaited_until = 0.0
-        self.newest_step = 0  # that anybody ever reported
+        self.newest_step = 0  # that anybody reported in the latest generation that reported any
+        self.newest_step_of = 0  # that generation
         # Its end:
         self.evidence_at = 0.0  # seconds since 1970
         self.last_sign = 0.0  # the same; 0 if nobody fell silent

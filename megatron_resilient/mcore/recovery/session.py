@@ -186,6 +186,7 @@ class Session:
             live.resume_from(rejoined)
         self._mirror(live, rejoined is None)
         self.live = live
+        self.member.report(step=live.progress.step)
         # What was kept may be another rank's only source until all are complete.
         dist.barrier()
         self.old = None
