@@ -120,11 +120,6 @@ class Member:
         return self._environment.min_nodes
 
     @property
-    def fence_timeout(self) -> float:
-        """Seconds that this process has to leave a generation that is over."""
-        return self._environment.fence_timeout
-
-    @property
     def world(self) -> World | None:
         """The world that `next_world` returned last."""
         return self._world

@@ -55,7 +55,6 @@ def join_world(args: argparse.Namespace) -> None:
     ]
     settings = {"min_nodes": args.resilient_min_nodes, "flags_digest": digest}
     current.join(grid, settings, args.resilient_fault)
-    args.distributed_timeout_minutes = current.bootstrap_minutes(args.distributed_timeout_minutes)
 
 
 def adapt(args: argparse.Namespace) -> None:

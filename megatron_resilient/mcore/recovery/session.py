@@ -4,7 +4,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_resilient import error_report, plugin
 from megatron_resilient.config import config_from_args
-from megatron_resilient.elastic import fenced_wait
+from megatron_resilient.elastic import fenced_groups, fenced_wait
 from megatron_resilient.elastic.faults import FaultInjector, parse_faults
 from megatron_resilient.elastic.graveyard import retire
 from megatron_resilient.elastic.member import Fenced, Member, World
@@ -30,10 +29,6 @@ _session: "Session | None" = None
 
 # What gloo, NCCL and the store say when a peer is gone. torch has no class for it with gloo.
 _BROKEN = ("gloo", "nccl", "connection reset", "connection closed", "broken pipe", "socket")
-
-
-# Of the time after which a process that does not come out of a generation is given up.
-_BOOTSTRAP_SHARE = 0.7
 
 
 class Boundary(Exception):
@@ -70,13 +65,13 @@ class Session:
         self.model: list[torch.nn.Module] = []
         self.clock: dict[str, float] = {}
         self._rejoined: Any = None
-        self._usual_minutes = 10.0
         self.changes: tuple[list[str], list[str]] = ([], [])
         self._aborted = 0  # newest generation whose communicators were aborted
         self._older_sockets = tcp_inodes()
         member.on_fence = self._free_main_thread
         if plugin.on_cpu():
             fenced_wait.install(member.check, self._note_progress)
+            fenced_groups.install(member.check)
 
     def run(self, main: Callable[[], Any]) -> None:
         """Calls `main` for each generation in which this process has a seat, until training ends.
@@ -153,26 +148,6 @@ class Session:
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
         return self.world
-
-    def bootstrap_minutes(self, usual: float) -> float:
-        """Returns the time limit with which process groups are to be made.
-
-        A thread that waits in gloo for a peer to connect has no socket that could be cut: only a
-        limit brings it out before it is given up. `groups_are_made` sets the usual one afterwards.
-        NCCL connects later, and is aborted.
-        """
-        self._usual_minutes = usual
-        if not plugin.on_cpu():
-            return usual
-        return min(usual, _BOOTSTRAP_SHARE * self.member.fence_timeout / 60)
-
-    def groups_are_made(self) -> None:
-        """Gives the process groups the time limit that the user asked for. Local."""
-        get_args().distributed_timeout_minutes = self._usual_minutes
-        if plugin.on_cpu():
-            limit = timedelta(minutes=self._usual_minutes)
-            for group in list(distributed_c10d._world.pg_map):
-                distributed_c10d._set_pg_timeout(limit, group)
 
     def begin(self, built: tuple[list[torch.nn.Module], Any, Any], rejoined: Any) -> None:
         """Starts a generation whose model is complete on this rank. Collective over all ranks.
