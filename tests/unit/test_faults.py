@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resilient.elastic import faults
@@ -42,6 +42,7 @@ def test_what_cannot_be_read_is_named(text, why):
     assert why in str(caught.value)
 
 
+@settings(max_examples=15, deadline=None)  # ten thousand faults each
 @given(st.integers(0, 1000), st.floats(1, 100), st.integers(1, 16))
 def test_random_faults_are_the_same_everywhere_and_as_rare_as_asked(seed, mean, nodes):
     text = f"random mtbf={mean} seed={seed} nodes={nodes}"
