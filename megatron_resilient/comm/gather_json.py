@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_resilient.comm.device import device_of
+
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns the values of all ranks, by rank. Collective.
@@ -17,9 +19,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
         value: whatever JSON can say.
         group: default: all ranks.
     """
-    device = torch.device("cpu")
-    if dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(group)
     text = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=1)
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilient.algorithms.refill_plan import Copy, Piece
+from megatron_resilient.comm.device import device_of
 
 # What a rank sends or receives at once beside its state itself.
 ROUND_BYTES = 256 << 20
@@ -32,9 +33,7 @@ def exchange(
         Bytes that this rank sent to others.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    device = torch.device("cpu")
-    if dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(group)
     sent = 0
     with torch.no_grad():
         remote = []

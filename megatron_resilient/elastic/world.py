@@ -56,6 +56,11 @@ class World:
     donors: tuple[Seat, ...] = ()
     newest_step: int = 0
 
+    @property
+    def everybody(self) -> tuple[Seat, ...]:
+        """Seats and donors, by rank."""
+        return (*self.seats, *self.donors)
+
 
 @dataclass(frozen=True)
 class HeldWorld:

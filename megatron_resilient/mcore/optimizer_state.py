@@ -39,9 +39,14 @@ def tag_shared(optimizer: Any, parameter: nn.Parameter) -> None:
     main.shared = parameter.shared  # type: ignore[attr-defined]
 
 
+def single_optimizers(optimizer: Any) -> list[Any]:
+    """Returns the optimizers in Megatron's ChainedOptimizer; one that is not chained is its own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def _owner(optimizer: Any, parameter: nn.Parameter) -> tuple[Any, torch.Tensor]:
     """Returns the single optimizer that has a parameter, and the tensor that it steps."""
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for single in single_optimizers(optimizer):
         main = _main_parameter(single, parameter)
         if main is not None:
             return single, main

@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron_resilient.algorithms.refill_plan import Piece
 from megatron_resilient.comm.pieces import Kinds
+from megatron_resilient.mcore.optimizer_state import single_optimizers
 from megatron_resilient.mcore.replicas import replicated_layers
 
 
@@ -137,7 +138,7 @@ def owned(model: list[nn.Module], optimizer: Any) -> list[Owned]:
     """
     keys = {parameter: key for key, parameter in named_parameters(model).items()}
     found = []
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for single in single_optimizers(optimizer):
         if isinstance(single, DistributedOptimizer):
             for parameter, (group, place) in single.model_param_group_index_map.items():
                 if parameter not in keys:
@@ -167,11 +168,6 @@ def stepped(own: list[Owned]) -> Arrays:
     for each in own:
         arrays.add(each.key, each.start, each.kinds())
     return arrays
-
-
-def everything(model: list[nn.Module], optimizer: Any) -> Arrays:
-    """Returns all state of this rank, as views where it is memory of the model's."""
-    return merged(stepped(owned(model, optimizer)), Buffers(model).arrays(), random_state())
 
 
 class Buffers:
@@ -204,6 +200,16 @@ class Buffers:
         for key, parameter in self._frozen:
             arrays.add(key, 0, {"value": parameter.data.view(-1)})
         return arrays
+
+
+def everything(own: list[Owned], buffers: Buffers) -> Arrays:
+    """Returns all state of a rank, as views where it is memory of the model's.
+
+    Args:
+        own: what its optimizers step.
+        buffers: of its model.
+    """
+    return merged(stepped(own), buffers.arrays(), random_state())
 
 
 def random_state() -> Arrays:

@@ -45,7 +45,7 @@ def from_donors(world: World, own: Arrays) -> Arrays:
     Returns:
         What this process inherits.
     """
-    there = [*world.seats, *world.donors]
+    there = world.everybody
     store = dist.TCPStore(world.store_host, world.store_port, is_master=False)
     dist.init_process_group(
         "gloo" if plugin.on_cpu() else "cpu:gloo,cuda:nccl",

@@ -14,6 +14,7 @@ from torch import nn
 from megatron_resilient.algorithms.guardians import guardian_shift
 from megatron_resilient.elastic.member import Member
 from megatron_resilient.errors import PlanMismatchError
+from megatron_resilient.mcore.optimizer_state import single_optimizers
 from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
@@ -25,7 +26,6 @@ from megatron_resilient.mcore.recovery.arrays import (
     merged,
     owned,
     random_state,
-    stepped,
 )
 from megatron_resilient.mcore.recovery.mirror import Mirror, dense_shards
 from megatron_resilient.mcore.recovery.old_state import OldState
@@ -184,15 +184,17 @@ class LiveState:
 
     def arrays(self) -> Arrays:
         """Returns all state, between two steps."""
-        return merged(everything(self.model, self.optimizer), stepped(self._guarded()))
+        return everything(self._owned(), self._buffers)
 
     @property
     def is_mirrored(self) -> bool:
         """Whether dense optimizer shards are kept twice."""
         return self._mirror is not None
 
-    def _guarded(self) -> list[Owned]:
-        return self._mirror.owned if self._mirror else []
+    def _owned(self) -> list[Owned]:
+        """Returns what this rank steps: its own, and what it guards."""
+        guarded = self._mirror.owned if self._mirror else []
+        return [*owned(self.model, self.optimizer), *guarded]
 
     def leave(self) -> OldState:
         """Returns what must outlive the generation. The model may be torn down afterwards."""
@@ -204,7 +206,7 @@ class LiveState:
         others = now if is_whole or self._before is None else self._before
         return OldState(
             progress=self.progress,
-            owned=[*owned(self.model, self.optimizer), *self._guarded()],
+            owned=self._owned(),
             others=others,
             ready=self._ready,
             pending=[o for o in self._inner_optimizers() if id(o) not in self._made],
@@ -225,10 +227,9 @@ class LiveState:
                     inner.step()
 
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         own = [
             single.optimizer
-            for single in chained
+            for single in single_optimizers(self.optimizer)
             if not getattr(single, "is_stub_optimizer", False)
         ]
         return [*own, *(self._mirror.optimizers if self._mirror else ())]

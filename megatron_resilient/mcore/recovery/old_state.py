@@ -15,7 +15,7 @@ class OldState:
     """The state of one rank at a step, outside Megatron.
 
     Attributes:
-        progress: the position that the tensors belong to; None if they belong to the step after.
+        progress: the position that the tensors belong to.
         owned: what the optimizer steps.
         others: buffers and random streams, of that position.
         ready: the position after the step that was in progress, if all its gradients were ready:

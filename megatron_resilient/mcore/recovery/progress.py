@@ -7,6 +7,8 @@ from megatron.core.num_microbatches_calculator import get_current_running_global
 from megatron.training import get_args
 from megatron.training.training import num_floating_point_operations
 
+from megatron_resilient.mcore.optimizer_state import single_optimizers
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -87,8 +89,7 @@ class Progress:
 
 
 def _scalers(optimizer: Any) -> list[Any]:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    scalers = [getattr(single, "grad_scaler", None) for single in chained]
+    scalers = [getattr(single, "grad_scaler", None) for single in single_optimizers(optimizer)]
     return [scaler for scaler in scalers if scaler is not None and scaler.state_dict()]
 
 

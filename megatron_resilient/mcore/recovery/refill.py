@@ -19,9 +19,9 @@ from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.pieces import exchange
 from megatron_resilient.elastic.world import World
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
-from megatron_resilient.mcore.optimizer_state import tag_shared
+from megatron_resilient.mcore.optimizer_state import single_optimizers, tag_shared
 from megatron_resilient.mcore.recovery import arrays, faults
-from megatron_resilient.mcore.recovery.arrays import Arrays, expert_of
+from megatron_resilient.mcore.recovery.arrays import Arrays, Buffers, expert_of
 from megatron_resilient.mcore.recovery.old_state import OldState, prepare_moments
 from megatron_resilient.mcore.replicas import plan, ranks_per_node, replicated_layers
 
@@ -117,20 +117,21 @@ def carry_out(
     sent = exchange(refill.plan.copies, kept.store, target.store)
     arrays.set_random_state(target)
     _reseed_experts(seed_step)
+    singles = single_optimizers(optimizer)
     with torch.no_grad():
-        for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for single in singles:
             if hasattr(single, "_copy_main_params_to_model_params"):
                 single._copy_main_params_to_model_params()
-        chained = getattr(optimizer, "chained_optimizers", [optimizer])
-        if any(isinstance(single, DistributedOptimizer) for single in chained):
+        if any(isinstance(single, DistributedOptimizer) for single in singles):
             for chunk in model:
                 chunk.start_param_sync(force_sync=True)
     return sent
 
 
 def _to_fill(model: list[nn.Module], optimizer: Any, counts: dict[str, dict[str, float]]) -> Arrays:
-    prepare_moments(arrays.owned(model, optimizer), counts)
-    return arrays.everything(model, optimizer)
+    own = arrays.owned(model, optimizer)
+    prepare_moments(own, counts)
+    return arrays.everything(own, Buffers(model))
 
 
 def _place(
@@ -148,15 +149,14 @@ def _place(
     for rank in reversed(range(len(told))):
         if told[rank]["coordinate"] == [stage, 0]:
             members[told[rank]["ep"]] = rank
-    having: list[list[list[int]]] = []
-    for layer in layers:
-        by_rank = []
-        for rank in members:
-            found = {
-                e for p in held[rank] if (e := expert_of(p.key)) and e[0] == layer.layer_number
-            }
-            by_rank.append(sorted(expert for _, expert in found))
-        having.append(by_rank)
+    experts = [{expert_of(piece.key) for piece in held[rank]} - {None} for rank in members]
+    having = [
+        [
+            sorted(expert for number, expert in own if number == layer.layer_number)
+            for own in experts
+        ]
+        for layer in layers
+    ]
     width = max(1, max(len(own) for by_rank in having for own in by_rank))
     before = np.full((len(layers), ranks, width), EMPTY, dtype=np.int64)
     for i, j in itertools.product(range(len(layers)), range(ranks)):

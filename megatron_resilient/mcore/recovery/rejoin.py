@@ -1,7 +1,8 @@
 """Builds Megatron for a new generation and gives it the state of the one before."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +40,8 @@ def build(
     if newest is None:
         return _start(session, original, *args, **kwargs)
     options = get_args()
-    asked = options.load, options.pretrained_checkpoint
-    options.load = options.pretrained_checkpoint = None
-    try:
+    with _changed(load=None, pretrained_checkpoint=None):
         built = original(*args, **kwargs)
-    finally:
-        options.load, options.pretrained_checkpoint = asked
     session.model, optimizer, scheduler = built
     session.clock["built"] = time.time()
     assert session.world is not None
@@ -72,7 +69,6 @@ def build(
         "checkpoint" if planned.plan.missing else "memory",
         progress.step,
         lost_experts=tuple(planned.lost_experts),
-        stale_steps=progress.step - saved_step,
         lost_expert_tokens=_lost_tokens(planned, progress.step, saved_step),
         bytes=sent,
         experts_moved=planned.experts_moved,
@@ -91,19 +87,27 @@ def _start(
         LostStateError: they are lost, and there is no checkpoint.
     """
     assert session.world is not None
-    options, reached = get_args(), session.world.newest_step
-    asked = options.load
-    if reached:
-        options.load = _newest_checkpoint(f"the state of step {reached}")
-    try:
+    reached = session.world.newest_step
+    folder = _newest_checkpoint(f"the state of step {reached}") if reached else get_args().load
+    with _changed(load=folder):
         built = original(*args, **kwargs)
-    finally:
-        options.load = asked
     session.model = built[0]
     if not reached:
         return built, None
-    step = options.iteration
+    step = get_args().iteration
     return built, Rejoined("checkpoint", step, lost_steps=max(0, reached - step))
+
+
+@contextlib.contextmanager
+def _changed(**flags: Any) -> Iterator[None]:
+    """Gives Megatron's arguments other values for a while."""
+    options = get_args()
+    asked = {name: getattr(options, name) for name in flags}
+    vars(options).update(flags)
+    try:
+        yield
+    finally:
+        vars(options).update(asked)
 
 
 def _newest_checkpoint(lost: str) -> str:
@@ -133,7 +137,7 @@ def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:
         return None
     told = [
         Outcome(**seat.state["outcome"])
-        for seat in session.world.seats
+        for seat in session.world.everybody
         if seat.state.get("step") == newest["step"] and seat.state.get("outcome")
     ]
     best = max(told, key=lambda outcome: len(outcome.losses))
@@ -149,15 +153,10 @@ def _load(session: Session, built: Built, planned: refill.Refill) -> int:
     from megatron.training import training
 
     options = get_args()
-    folder = _newest_checkpoint(_describe(planned))
-    asked = options.load
-    options.load = folder
-    try:
+    with _changed(load=_newest_checkpoint(_describe(planned))):
         options.iteration, options.num_floating_point_operations_so_far = training.load_checkpoint(
             *built
         )
-    finally:
-        options.load = asked
     return int(options.iteration)
 
 

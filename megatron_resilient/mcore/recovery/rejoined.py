@@ -14,7 +14,6 @@ class Rejoined:
         step: the position from which training goes on.
         lost_steps: steps to be done again.
         lost_experts: (layer, expert) whose newest state is gone.
-        stale_steps: how many steps older the state of these is.
         lost_expert_tokens: token-expert pairs whose updates are gone with it (estimated from the
             last loads).
         bytes: state that this rank sent.
@@ -27,7 +26,6 @@ class Rejoined:
     step: int
     lost_steps: int = 0
     lost_experts: tuple[tuple[int, int], ...] = ()
-    stale_steps: int = 0
     lost_expert_tokens: int = 0
     bytes: int = 0
     experts_moved: int = 0

@@ -1,5 +1,6 @@
 """The RecoveryReport: one line and one event per recovery."""
 
+import itertools
 import time
 from typing import Any
 
@@ -93,5 +94,5 @@ def _seconds(session: Any) -> dict[str, float]:
     ]
     return {
         phase: max(0.0, after - before)
-        for phase, before, after in zip(PHASES, marks, marks[1:], strict=False)
+        for phase, (before, after) in zip(PHASES, itertools.pairwise(marks), strict=True)
     }

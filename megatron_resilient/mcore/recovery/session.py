@@ -129,13 +129,17 @@ class Session:
             if self._is_given_what_donors_hold():
                 break
         self.clock["formed"] = time.time()
-        began = self.world.times.get("started", self.world.times["formed"])
         seat = self.world.seats[self.world.rank]
         newest = self.newest()
         done = newest["step"] if newest else self.world.newest_step or None
         faults.install(
             FaultInjector(
-                wanted_faults, seat.node, seat.local_rank, began, self.member.cut_off, done
+                wanted_faults,
+                seat.node,
+                seat.local_rank,
+                self.world.times["formed"],
+                self.member.cut_off,
+                done,
             )
         )
         faults.point("recovery")
@@ -195,8 +199,7 @@ class Session:
         step more than survivors have may have been told: by one that died right after the commit.)
         """
         assert self.world is not None
-        there = (*self.world.seats, *self.world.donors)
-        states = [seat.state for seat in there if "step" in seat.state]
+        states = [seat.state for seat in self.world.everybody if "step" in seat.state]
         best = max(states, key=lambda state: (state["step"], state["begun"]), default=None)
         is_stale = best is not None and best["step"] + 1 < self.world.newest_step
         return None if is_stale else best
