@@ -5,9 +5,11 @@ from hypothesis import settings
 
 from tests.support.pretrain_pool import PretrainPool
 
-# A busy machine is no error: no test judges time.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# A busy machine is no error: no test judges time. The same examples every time: what fails here is
+# there to be mended, and not gone in the next run. `--hypothesis-profile search` draws others.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
+settings.load_profile("same")
 
 
 class Pools:

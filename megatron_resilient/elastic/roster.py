@@ -21,6 +21,7 @@ class Process:
         proven: That connection was closed by its machine, and did not just fall silent.
         arrived: When its first hello, or its first `ready`, came.
         member: It has a seat in the latest generation.
+        gives: It has none, and is giving what it holds to those who have.
         ready: Its latest `ready`; None when it is seated.
         seated_on: The connection on which it was given its seat.
         paused: It stands at the boundary that was asked for.
@@ -40,6 +41,7 @@ class Process:
     lost_at: float | None = None
     proven: bool = True
     member: bool = False
+    gives: bool = False
     ready: Ready | None = None
     seated_on: int | None = None
     paused: bool = False

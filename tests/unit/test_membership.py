@@ -315,6 +315,35 @@ def test_a_leaver_takes_part_in_a_recovery_and_leaves_then():
     assert job.worlds[max(job.worlds)].planned
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_leaver_without_a_seat_gives_what_it_holds_before_it_goes(seed):
+    job = started(4, grid=(1, 1, 2), seed=seed)
+    job.leave("n3")
+    job.kill_node("n0")
+    job.run_until(lambda: not job.agents["n3"].alive, 15)  # FakeJob asserts that nothing is lost
+    assert job.agents["n3"].code == 0
+    assert [nodes(world) for world in job.complete_generations()] == [["n1", "n2"]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_leaver_gives_again_if_those_it_gave_to_fail_before_the_next_step(seed):
+    job = started(4, grid=(1, 1, 2), seed=seed)
+    for node in ("n1", "n2"):
+        job.of(node)[0].frozen = True
+    job.leave("n3")
+    job.kill_node("n0")
+    job.run_until(lambda: any(nodes(world) == ["n1", "n2"] for world in job.worlds.values()), 10)
+    job.kill_node("n1")
+    job.run_until(lambda: any(nodes(world) == ["n2", "n3"] for world in job.worlds.values()), 10)
+
+
+def test_a_spare_beside_a_member_is_used_when_others_join():
+    job = started(5, local_world=2, grid=(1, 1, 3))
+    assert [len(world.seats) for world in job.complete_generations()] == [9]
+    job.start_node("n5")
+    job.run_until(lambda: any(len(world.seats) == 12 for world in job.complete_generations()))
+
+
 def test_a_node_that_left_comes_back_while_the_others_wait_for_nodes():
     job = started(3, min_nodes=3)
     job.leave("n2")

@@ -74,8 +74,8 @@ def close_boundary(job: Job, now: float) -> None:
 
 
 def _release(job: Job) -> None:
-    """Lets those go that leave and have no seat."""
-    holding = {p.node for p in job.processes.values() if p.member}
+    """Lets those go that leave, and whose state is not needed."""
+    holding = {p.node for p in job.processes.values() if job.is_needed(p)}
     depart(job, job.leaving - holding - {slot[0] for slot in job.awaited})
 
 

@@ -20,7 +20,7 @@ def fence(
         job.record("failure", cause=why, failed_ranks=[], failed_nodes=[])
     job.fence_text = why
     for process in job.processes.values():
-        if process.member and process.ready is None:
+        if (process.member or process.gives) and process.ready is None:
             send_fence(job, process)
 
 

@@ -17,12 +17,13 @@ def form(job: Job, now: float) -> None:
     # not: then the leaver takes part once more.
     departing = job.departing if job.cause == "leave" else frozenset()
     survivors = [p for p in job.members() if p.node not in departing]
-    if any(not process.waits for process in survivors):
+    if job.givers() or any(not process.waits for process in survivors):
         return
     chosen = [
         process
         for process in job.complete()
-        if process.node not in departing and (process.member or process.node not in job.leaving)
+        if process.node not in departing
+        and (job.is_needed(process) or process.node not in job.leaving)
     ]
     seats, _ = assign(job, chosen)
     if departing and seats:

@@ -77,7 +77,7 @@ def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:
         return
     if process.ready is None:
         process.arrived = now
-    process.ready = ready
+    process.ready, process.gives = ready, False
     if process.member and job.live and not job.pausing:
         fence(job, now, f"node {process.node} left generation {job.generation}")
     agree(job, process, ready)

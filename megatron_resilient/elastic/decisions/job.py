@@ -79,17 +79,37 @@ class Job:
         """Returns the members that are neither lost nor done."""
         return [p for p in self.processes.values() if p.member and p.finished is None]
 
+    def givers(self) -> list[Process]:
+        """Returns those without a seat that are giving what they hold, and are not done."""
+        return [p for p in self.processes.values() if p.gives and p.finished is None]
+
+    def is_needed(self, process: Process) -> bool:
+        """Tells whether the job may still need what a process holds.
+
+        Members are; so is who had to give up its seat, until a step was done without it.
+        """
+        if process.member or process.gives:
+            return True
+        state = process.ready.state if process.ready else {}
+        if "step" not in state:
+            return False
+        if self.newest_step_of == self.generation:
+            return bool(state["step"] == self.newest_step)
+        # It can complete the step whose gradients it has ready.
+        return bool(state["step"] + bool(state.get("ready")) >= self.newest_step)
+
     def complete(self) -> list[Process]:
-        """Returns the waiting workers of the nodes of which all workers wait."""
-        waiting: defaultdict[str, list[Process]] = defaultdict(list)
+        """Returns the waiting workers of the nodes of which all workers wait, or have seats."""
+        there: defaultdict[str, list[Process]] = defaultdict(list)
         for process in self.processes.values():
-            if process.waits:
-                waiting[process.node].append(process)
+            if process.waits or (process.member and process.finished is None):
+                there[process.node].append(process)
         return [
             process
-            for workers in waiting.values()
+            for workers in there.values()
             if len(workers) == workers[0].hello.local_world
             for process in workers
+            if process.waits
         ]
 
     def quiet(self, now: float, ready: list[Process]) -> bool:

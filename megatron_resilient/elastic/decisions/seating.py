@@ -96,7 +96,7 @@ def _begin(job: Job, now: float, world: Seated) -> None:
     job.last_sign = 0.0
     job.progress_at, job.asked_at, job.window_at = now, None, now
     for process in list(job.processes.values()):
-        process.member = process.paused = False
+        process.member = process.gives = process.paused = False
         process.busy = []
         if process.finished is not None:
             del job.processes[process.hello.id]
@@ -114,7 +114,8 @@ def _tell(job: Job, world: Seated, chosen: list[Process]) -> None:
         job.send(process.key, order)
     for rank, donor in enumerate(world.donors, start=len(world.seats)):
         process = of_slot[donor.node, donor.local_rank]
-        process.ready = None  # it says so again when it has given what it holds
+        # It says so again when it has given what it holds.
+        process.ready, process.gives = None, True
         assert process.key is not None
         job.send(process.key, replace(world, rank=rank, store_host=process.host))
 

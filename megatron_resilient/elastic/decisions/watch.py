@@ -41,7 +41,7 @@ def notice_stuck(job: Job, now: float) -> None:
         fence(job, now, f"not all members came to the boundary within {limit:g} s")
         return
     job.out_until = None
-    for process in job.members():
+    for process in job.members() + job.givers():
         if process.ready is None and process.hello.id in job.processes:
             why = f"its main thread did not leave the generation within {limit:g} s"
             told = Exit(1, "HangError", f"node {process.node}: {why}")
