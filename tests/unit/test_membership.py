@@ -41,6 +41,11 @@ def trains(job, *names):
     return lambda: [set(nodes(world)) for world in job.complete_generations()] == [set(names)]
 
 
+def formed(job, *names):
+    """A condition: there was a generation of exactly these nodes."""
+    return lambda: any(set(nodes(world)) == set(names) for world in job.worlds.values())
+
+
 def started(count=4, **options):
     job = FakeJob(count, **options)
     job.run_until(trains(job, *(f"n{i}" for i in range(count))))
