@@ -41,7 +41,7 @@ def trains(job, *names):
     return lambda: [set(nodes(world)) for world in job.complete_generations()] == [set(names)]
 
 
-def formed(job, *names):
+def was_formed(job, *names):
     """A condition: there was a generation of exactly these nodes."""
     return lambda: any(set(nodes(world)) == set(names) for world in job.worlds.values())
 
