@@ -93,13 +93,13 @@ def difference(
 ) -> Difference:
     """Compares two checkpoints, however they are cut into files.
 
-    A file that both name is not read. Holds a few files in memory.
+    A file that both name, with one digest, is not read. Holds a few files in memory.
 
     Args:
         first: a checkpoint.
         second: another one.
         values: compare values, bit by bit; else versions, shapes and types only.
-        sizes: also say by how much they differ; needs numpy.
+        sizes: also say by how much they differ.
         done: called with every file of the first that was compared.
 
     Raises:
@@ -158,7 +158,7 @@ def _value_changes(
         lambda file: read(second.directory / file.path, file, second.manifest.arrays)
     )
     totals: dict[tuple[str, str], _Total] = {}
-    same_files = set(second.manifest.files) if first.directory == second.directory else set()
+    same_files = set(second.manifest.files)
     for file in first.manifest.files:
         wanted = [each for each in file.stretches if (each.key, each.kind) in alike]
         if wanted and file not in same_files:
@@ -197,18 +197,11 @@ class _Total:
 
     def add(self, left: memoryview, right: memoryview, dtype: str, sizes: bool) -> None:
         """Adds two pieces that differ."""
-        width = ELEMENT_BYTES[dtype]
-        if not sizes:
-            self.elements += sum(
-                left[place : place + width] != right[place : place + width]
-                for place in range(0, len(left), width)
-            )
-            return
         import numpy as np
 
-        bits = np.dtype(f"u{width}")
+        bits = np.dtype(f"u{ELEMENT_BYTES[dtype]}")
         self.elements += int((np.frombuffer(left, bits) != np.frombuffer(right, bits)).sum())
-        numbers = _numbers(left, dtype), _numbers(right, dtype)
+        numbers = (_numbers(left, dtype), _numbers(right, dtype)) if sizes else (None, None)
         if numbers[0] is None or numbers[1] is None:
             return
         with np.errstate(all="ignore"):

@@ -86,13 +86,7 @@ def plan(
     def may_go(step: int) -> bool:
         return step > unreadable and not (held and step > newest)
 
-    # What a manifest named is complete, even if nothing else of its save is known any more.
-    complete = {file.path for manifest in found.values() for file in manifest.files}
-    files = [
-        path
-        for path, step in data.items()
-        if path not in needed and (may_go(step) or (path in complete and step > unreadable))
-    ]
+    files = [path for path, step in data.items() if path not in needed and may_go(step)]
     leftovers = _manifest_leftovers(directory)
     files += [path for path, step in leftovers.items() if not (held and step > newest)]
     sizes |= {path: _size(directory / path) for path in leftovers}
