@@ -86,7 +86,7 @@ def select_two_levels(
     """
     _check(policy, save, layers, experts, k_snapshot)
     _check(policy, save, layers, experts, k_persist)
-    if k_persist > k_snapshot:
+    if policy != "full" and k_persist > k_snapshot:
         raise PlanError(
             f"{k_persist} experts of a layer to persist, but {k_snapshot} in the snapshot: "
             "what is not in the snapshot cannot be written"
@@ -100,9 +100,7 @@ def select_two_levels(
         ]
         return TwoLevels(windows, persist)
     snapshot = []
-    for written, tokens in zip(
-        persist, _by_layer(unsaved_snapshot, layers, experts), strict=True
-    ):
+    for written, tokens in zip(persist, _by_layer(unsaved_snapshot, layers, experts), strict=True):
         others = sorted(set(range(experts)) - set(written), key=lambda e: (-tokens[e], e))
         snapshot.append(tuple(sorted((*written, *others[: k_snapshot - len(written)]))))
     return TwoLevels(snapshot, persist)
@@ -130,5 +128,5 @@ def _check(policy: str, save: int, layers: int, experts: int, k: int) -> None:
         raise PlanError(f"selection of experts {policy!r}: use one of {', '.join(POLICIES)}")
     if save < 0 or layers < 0:
         raise PlanError(f"save {save} of {layers} layers: neither can be negative")
-    if not 1 <= k <= experts:
+    if policy != "full" and not 1 <= k <= experts:
         raise PlanError(f"{k} of {experts} experts of a layer cannot be saved")

@@ -1,4 +1,4 @@
-"""Tokens whose updates a recovery loses, because experts go back to older saves (MoC-System, Eq. 7).
+"""Tokens whose updates a recovery loses, as experts go back to older saves (MoC-System, Eq. 7).
 
 Counted per layer and logical expert from what was routed. A token is lost if it was routed to an
 expert after that expert's version and before the checkpoint that is restored; what came after the
