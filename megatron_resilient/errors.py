@@ -31,6 +31,10 @@ class CheckpointError(ResilientError):
     """A checkpoint that cannot be written, or cannot be loaded into this model."""
 
 
+class HostMemoryError(CheckpointError):
+    """One snapshot takes more of the host's memory than snapshots may have."""
+
+
 class DataError(ResilientError, ValueError):
     """Training data that cannot be read or tokenised as asked."""
 
