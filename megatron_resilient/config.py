@@ -105,6 +105,74 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What --save writes and --load reads: Megatron's own format, or one file per expert."""
+
+    checkpoint_format: str = _flag(
+        "torch_dist",
+        "torch_dist: Megatron's own; experts: a file per layer and expert, written beside "
+        "training, verified, readable at any expert-parallel size. --load reads both",
+        ("torch_dist", "experts"),
+    )
+    checkpoint_experts: int = _flag(
+        0,
+        "experts of each layer that a save writes (partial-experts checkpoints: the others are "
+        "kept from earlier saves); 0: all, every time",
+    )
+    checkpoint_snapshot_experts: int = _flag(
+        0, "experts of each layer that a partial save copies into host memory; 0: those it writes"
+    )
+    checkpoint_exact: bool = _flag(
+        False, "insist on all experts in every save, as is the default; excludes partial ones"
+    )
+    checkpoint_selection: str = _flag(
+        "sequential",
+        "which experts a partial save writes: in turn, or those with most unsaved tokens",
+        ("sequential", "load-aware"),
+    )
+    checkpoint_masters: str = _flag(
+        "selected",
+        "whose fp32 weights a partial save writes: those of the selected experts, or of all "
+        "(then only moments grow old)",
+        ("selected", "all"),
+    )
+    checkpoint_lost_tokens: float = _flag(
+        0.0375,
+        "part of all routed tokens whose updates faults may cost; partial saves write more "
+        "experts when more would be lost; 0: their number stays",
+    )
+    checkpoint_memory_gib: float = _flag(
+        0.0, "host memory of a rank for saves on their way to storage; 0: what three saves need"
+    )
+    checkpoint_keep: int = _flag(2, "newest saves that are kept; 0: all")
+    checkpoint_stall_seconds: float = _flag(
+        60.0, "seconds without a byte written after which a save is given up"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "snapshot_experts", "lost_tokens", "memory_gib", "keep"):
+            _at_least(f"checkpoint_{name}", getattr(self, f"checkpoint_{name}"), 0)
+        _at_least("checkpoint_stall_seconds", self.checkpoint_stall_seconds, 1)
+        if self.checkpoint_exact and self.checkpoint_experts:
+            raise ConfigError(
+                f"--resilient-checkpoint-exact excludes --resilient-checkpoint-experts "
+                f"{self.checkpoint_experts}: drop one of them"
+            )
+        partial = [
+            flag
+            for flag, is_set in (
+                ("experts", self.checkpoint_experts),
+                ("exact", self.checkpoint_exact),
+            )
+            if is_set
+        ]
+        if partial and self.checkpoint_format != "experts":
+            raise ConfigError(
+                f"--resilient-checkpoint-{partial[0]} needs --resilient-checkpoint-format experts"
+            )
+
+
+@dataclass(frozen=True)
 class TelemetryConfig:
     """What a run writes about itself."""
 
@@ -128,6 +196,7 @@ class ResilientConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
 
@@ -135,6 +204,7 @@ SECTIONS: dict[str, type] = {
     "device": DeviceConfig,
     "replicas": ReplicaConfig,
     "elastic": ElasticConfig,
+    "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,
 }
 

@@ -13,8 +13,11 @@ stock Megatron, trained undisturbed on 2 ranks for as many steps.
 
 Losses must agree to 1e-4 (in fp32; to the loss, or to 1 where that is less). A single recovery
 keeps them to 1e-6, but each world sums in an order of its own, and over thousands of steps training
-amplifies a last bit, above all where a token's top-2 choice flips. A wrong state is far off: a step
-that is left out or done twice moves the loss by more than that.
+amplifies a last bit. Where a router's choice for a token hangs on that bit, the token goes to
+another expert, and the loss of that one step moves by more. So where a loss is further off, the
+tokens that each expert got in that step are compared with those of an undisturbed run: a few that
+went elsewhere explain it, and the table counts such steps; with none, or with many, it is wrong. A
+wrong state is far off, and stays so: a step that is left out or done twice moves all later losses.
 
 Ends with a table and status 0, or 1 if anything was wrong.
 """
@@ -64,6 +67,9 @@ STALL_SECONDS = 90.0
 END_SECONDS = 90.0
 POLL_SECONDS = 0.2
 TOLERANCE = 1e-4
+# Where a token was routed otherwise: how far off that step may be, and how many tokens of a layer.
+FLIP_TOLERANCE = 1e-2
+MOST_FLIPS = 4
 LOSS = "lm loss"
 # Growth for a recovery that is no leak yet: a socket or thread that ends late.
 ALLOWED = {"descriptors": 0.5, "sockets": 0.5, "threads": 0.5}
@@ -128,9 +134,17 @@ class Node:
 
 @dataclass
 class Findings:
-    """What was seen."""
+    """What was seen.
+
+    Attributes:
+        losses: by step.
+        loads: tokens per expert, by step and layer.
+        flips: by step that is off because of them: tokens that were routed otherwise.
+    """
 
     losses: dict[int, float] = field(default_factory=dict)
+    loads: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    flips: dict[int, int] = field(default_factory=dict)
     recoveries: list[dict] = field(default_factory=list)
     struck: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     not_struck: int = 0
@@ -199,7 +213,7 @@ class Soak:
             save=folder / "checkpoints",
             save_interval=500,
             resilient_run_dir=folder / "run",
-            resilient_expert_load_interval=0,
+            resilient_expert_load_interval=1,
         )
         settings = {
             "host": launcher.LOOPBACK,
@@ -318,6 +332,8 @@ class Soak:
             before = self.found.losses.setdefault(step, loss)
             if abs(before - loss) > TOLERANCE * max(1.0, abs(loss)):
                 self.found.fail(f"step {step} was logged with loss {before}, then with {loss}")
+        elif event["event"] == "expert_load":
+            self.found.loads.setdefault((event["step"], event["layer"]), event["tokens"])
         elif event["event"] == "run_start" and self._world == 0:
             # Its groups are made from now on: what it has is sampled when that is over.
             self._world, self._latest_change = event["world_size"], time.monotonic()
@@ -490,9 +506,15 @@ def first_weights(folder: Path) -> dict[str, object]:
     return {"load": folder / "first", "no_load_rng": True}
 
 
-def stock(steps_asked: int, last: int, **changes: object) -> list[float]:
-    """Trains stock Megatron on 2 ranks, undisturbed, up to a step; returns the losses."""
-    with PretrainPool(2, plugin=False) as pool:
+def undisturbed(
+    steps_asked: int, last: int, plugin: bool = False, **changes: object
+) -> list[float]:
+    """Trains on 2 ranks up to a step, stock or with the plugin without replicas.
+
+    Returns:
+        The losses.
+    """
+    with PretrainPool(2, plugin=plugin) as pool:
         result = pool.run_argv(
             flags(
                 **CPU_FLAGS,
@@ -505,12 +527,12 @@ def stock(steps_asked: int, last: int, **changes: object) -> list[float]:
             timeout_seconds=120 + 5 * last,
         )
     if result.failed is not None:
-        sys.exit(f"soak: stock Megatron failed:\n{result.failed['traceback']}")
+        sys.exit(f"soak: the undisturbed run failed:\n{result.failed['traceback']}")
     return result.losses
 
 
-def check_losses(found: Findings, expected: list[float]) -> float:
-    """Compares all losses; returns the largest difference, to the loss or 1.
+def check_losses(found: Findings, expected: list[float]) -> dict[int, float]:
+    """Compares all losses; returns the difference of each, to the loss or 1.
 
     Args:
         found: has the losses by step.
@@ -523,21 +545,39 @@ def check_losses(found: Findings, expected: list[float]) -> float:
     wanted = dict(enumerate(expected, start=2))
     if last not in wanted:
         found.fail(f"the reference ended after step {max(wanted, default=1)}")
-    errors = {
+    return {
         step: abs(loss - wanted[step]) / max(1.0, abs(wanted[step]))
         for step, loss in sorted(found.losses.items())
         if step in wanted
     }
-    wrong = [step for step, error in errors.items() if not error <= TOLERANCE]
-    if wrong:
-        found.fail(
-            f"{len(wrong)} losses differ by more than {TOLERANCE:g}, the first at step {wrong[0]}: "
-            f"{found.losses[wrong[0]]} instead of {wanted[wrong[0]]}"
-        )
-    return max(errors.values(), default=float("nan"))
 
 
-def show(soak: Soak, error: float | None, seconds: float) -> None:
+def explain(found: Findings, errors: dict[int, float], events: Path) -> None:
+    """Judges the steps whose losses are off by what an undisturbed run routed in them.
+
+    Args:
+        found: has the loads.
+        errors: by step; those that are off.
+        events: of the undisturbed run.
+    """
+    usual = {
+        (event["step"], event["layer"]): event["tokens"]
+        for event in map(json.loads, events.read_text().splitlines())
+        if event["event"] == "expert_load" and event["step"] in errors
+    }
+    for step, error in errors.items():
+        moved = [
+            sum(abs(a - b) for a, b in zip(tokens, found.loads.get(key, ()), strict=True)) // 2
+            for key, tokens in usual.items()
+            if key[0] == step and key in found.loads
+        ]
+        if moved and 0 < max(moved) <= MOST_FLIPS and error <= FLIP_TOLERANCE:
+            found.flips[step] = sum(moved)
+        else:
+            found.fail(f"the loss of step {step} is off by {error:.1e}; tokens moved: {moved}")
+
+
+def show(soak: Soak, errors: dict[int, float], seconds: float) -> None:
     """Prints the table."""
     found = soak.found
     stops = sorted(sum(event["seconds"].values()) for event in found.recoveries)
@@ -554,8 +594,13 @@ def show(soak: Soak, error: float | None, seconds: float) -> None:
         rows.append(
             ("seconds of one", f"median {stops[len(stops) // 2]:.1f}, longest {stops[-1]:.1f}")
         )
-    if error is not None:
-        rows.append((f"largest difference of a loss (bar {TOLERANCE:g})", f"{error:.1e}"))
+    if errors:
+        text = f"{max(errors.values()):.1e}"
+        if found.flips:
+            usual = max(error for step, error in errors.items() if step not in found.flips)
+            steps = ", ".join(map(str, found.flips))
+            text = f"{usual:.1e}; {text} in step {steps}, where tokens were routed otherwise"
+        rows.append((f"largest difference of a loss (bar {TOLERANCE:g})", text))
     for name, growth in (("worker", soak.growth), ("coordinator", soak.own_growth)):
         followed = growth.followed(FEWEST_RECOVERIES)
         if not followed:
@@ -598,7 +643,7 @@ def main() -> int:
     # What experts start with depends on the number of ranks: all begin with the same first step.
     console.print("the first step: stock Megatron on 2 ranks")
     steps_asked = int(args.minutes * 60 * 20) + 1000  # more than there can be
-    stock(steps_asked, 1, save=folder / "first", save_interval=1)
+    undisturbed(steps_asked, 1, save=folder / "first", save_interval=1)
     adopt_orphans()
     shared_memory = SharedMemory()
     with Soak(folder, args.minutes, args.mean_seconds, args.seed, steps_asked) as soak:
@@ -613,12 +658,18 @@ def main() -> int:
         soak.found.fail(f"left: shared memory {left}")
     for left in files_under(folder / "tmp"):
         soak.found.fail(f"left: temporary file {left}")
-    error = None
+    errors = {}
     if soak.found.losses:
         console.print(f"reference: stock Megatron on 2 ranks, {soak.step} steps")
-        expected = stock(steps_asked, soak.step, **first_weights(folder))
-        error = check_losses(soak.found, expected)
-    show(soak, error, seconds)
+        expected = undisturbed(steps_asked, soak.step, **first_weights(folder))
+        errors = check_losses(soak.found, expected)
+        off = {step: error for step, error in errors.items() if not error <= TOLERANCE}
+        if off:
+            console.print(f"{len(off)} losses are off: where went the tokens of these steps?")
+            record = {"resilient_run_dir": folder / "usual", "resilient_expert_load_interval": 1}
+            undisturbed(steps_asked, max(off), True, **first_weights(folder), **record)
+            explain(soak.found, off, folder / "usual" / "events.jsonl")
+    show(soak, errors, seconds)
     return 1 if soak.found.wrong else 0
 
 

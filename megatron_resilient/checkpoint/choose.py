@@ -74,7 +74,12 @@ class Chosen:
         return lines
 
 
-def choose(directory: Path, model: Mapping[str, Any] | None, check: Check | None = None) -> Chosen:
+def choose(
+    directory: Path,
+    model: Mapping[str, Any] | None,
+    check: Check | None = None,
+    step: int | None = None,
+) -> Chosen:
     """Finds what to load; changes nothing.
 
     The newest manifest is taken if all that it names is whole. In a partial checkpoint a damaged
@@ -87,12 +92,13 @@ def choose(directory: Path, model: Mapping[str, Any] | None, check: Check | None
         check: looks at files; each is given once. By default all are hashed here. If ranks share
             the work, each must call `choose` with the same manifests before it, because the
             sequence of calls follows from them.
+        step: the newest that may be chosen; None: any.
 
     Raises:
         CheckpointError: it is of another model (says which values differ), or nothing can be used
             (says what was tried).
     """
-    return _Search(directory, model, check).run()
+    return _Search(directory, model, check, step).run()
 
 
 def adopt(directory: Path, chosen: Chosen) -> None:
@@ -125,11 +131,19 @@ def model_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list
 
 
 class _Search:
-    def __init__(self, directory: Path, model: Mapping[str, Any] | None, check: Check | None):
+    def __init__(
+        self,
+        directory: Path,
+        model: Mapping[str, Any] | None,
+        check: Check | None,
+        newest: int | None,
+    ):
         self._directory = directory
         self._model = model
         self._check = check or self._check_here
-        self._steps = places.manifests(directory)
+        self._steps = [
+            step for step in places.manifests(directory) if newest is None or step <= newest
+        ]
         self._manifests: dict[int, Manifest | CheckpointError] = {}
         self._seen: dict[DataFile, str | None] = {}  # what is wrong with it
 

@@ -9,6 +9,7 @@ from megatron_resilient import plugin
 from megatron_resilient.config import add_flags, config_from_args
 from megatron_resilient.errors import ConfigError
 from megatron_resilient.mcore import (
+    checkpoint_arguments,
     cpu,
     elastic_arguments,
     replica_arguments,
@@ -94,6 +95,7 @@ def check(args: argparse.Namespace) -> None:
     elastic = elastic_arguments.is_elastic()
     if elastic:
         elastic_arguments.adapt(args)
+    checkpoint_arguments.adapt(args)
     config = config_from_args(args)
     if plugin.on_cpu():
         cpu.adapt(args)

@@ -51,6 +51,19 @@ def own_stream() -> Any:
     return get_cuda_rng_tracker().get_states().get(get_expert_parallel_rng_tracker_name())
 
 
+def set_own_stream(stream: torch.Tensor) -> None:
+    """Gives this rank's experts a stream.
+
+    Args:
+        stream: a state of the tracker, as bytes.
+    """
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    name = get_expert_parallel_rng_tracker_name()
+    states[name] = stream.cpu().view(states[name].dtype)
+    tracker.set_states(states)
+
+
 def take_own(seeded: Any) -> None:
     """After a load: keeps this rank's expert stream and drops those of the others. Local.
 

@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_resilient.checkpoint.directory import is_ours
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
+from megatron_resilient.mcore.checkpointing import run as checkpoints
+from megatron_resilient.mcore.checkpointing.contents import Contents
+from megatron_resilient.mcore.checkpointing.saver import Saved
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.recovery import faults, rejoin, session, steps
+from megatron_resilient.mcore.recovery.progress import Progress
 from megatron_resilient.mcore.replica_arguments import memory_table
 from megatron_resilient.mcore.replica_check import check_replicas
 from megatron_resilient.mcore.run_record import RunRecord
@@ -46,6 +52,7 @@ def close(exit_code: int) -> None:
 def forget() -> None:
     """Drops the record without ending it: the same run goes on, or its end is written already."""
     global _record, _replicas
+    checkpoints.abandon()
     _replicas = None
     if _record is not None:
         _record.log.close()
@@ -62,11 +69,15 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     _check_same_patches()
     elastic = session.current()
     rejoined = None
+    own_format = _saves_experts()
+    if own_format:
+        config = config_from_args(get_args()).checkpoint
+        checkpoints.open_storage(Path(get_args().save), config, goes_on=elastic is not None)
     if elastic is None:
         built = original(*args, **kwargs)
     else:
         built, rejoined = rejoin.build(elastic, original, *args, **kwargs)
-    model, optimizer, _ = built
+    model, optimizer, scheduler = built
     uneven.attach(model)
     _record = RunRecord.start(model, elastic.world if elastic else None)
     _replicas = _ReplicaHooks.attach(model, optimizer, rejoined)
@@ -75,6 +86,9 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         _record.placed()
     if get_args().iteration and rejoined is None:
         _record.loaded(_load_seconds)
+    if own_format and optimizer is not None:
+        layers = replicas.replicated_layers(model)
+        checkpoints.begin(model, optimizer, scheduler, layers, config, _record_save)
     if elastic is not None:
         elastic.begin(built, rejoined)
         if _replicas is not None:
@@ -119,6 +133,13 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
     """Saves; how long training stood still for it goes into the record."""
     if _record is None:
         return original(iteration, *args, **kwargs)
+    if checkpoints.is_open():
+        faults.point("save")
+        optimizer, scheduler, flops = args[1:4]
+        path = checkpoints.save(iteration, _progress(iteration, optimizer, scheduler, flops))
+        if _record.speaks:
+            _record.write("checkpoint_save_start", path=path, asynchronous=True)
+        return None
     _record.save_started(iteration)
     faults.point("save")
     result = original(iteration, *args, **kwargs)
@@ -130,6 +151,10 @@ def save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **
 
 def finalize_async_save(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Finalizes asynchronous saves that are complete, and records them."""
+    if kwargs.get("blocking", args[0] if args else False):
+        checkpoints.finish()
+    else:
+        checkpoints.poll()
     original(*args, **kwargs)
     if _record is not None:
         _record.saves_finalized()
@@ -144,7 +169,10 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
     folder = get_args().load or get_args().pretrained_checkpoint
     start = time.perf_counter()
     try:
-        result = original(*args, **kwargs)
+        if folder is not None and is_ours(Path(folder)):
+            result = _load_experts(Path(folder), *args)
+        else:
+            result = original(*args, **kwargs)
     except ResilientError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -155,6 +183,43 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
     global _load_seconds
     _load_seconds = time.perf_counter() - start
     return result
+
+
+def _saves_experts() -> bool:
+    config = config_from_args(get_args()).checkpoint
+    return bool(get_args().save) and config.checkpoint_format == "experts"
+
+
+def _load_experts(folder: Path, model: list, optimizer: Any, scheduler: Any, *_: Any) -> tuple:
+    layers = replicas.replicated_layers(model)
+    contents = Contents(model, optimizer, scheduler, layers)
+    loaded = checkpoints.load_into(folder, contents, goes_back=not rejoin.overlays())
+    return loaded.step, get_args().num_floating_point_operations_so_far
+
+
+def _progress(step: int, optimizer: Any, scheduler: Any, flops: float) -> dict[str, Any]:
+    elastic = session.current()
+    if elastic is not None and elastic.live is not None:
+        progress = elastic.live.progress.with_evaluations()
+    else:
+        progress = replace(Progress.now(optimizer, scheduler), step=step, flops=float(flops))
+    return progress.to_json()
+
+
+def _record_save(saved: Saved) -> None:
+    if _record is None or not _record.speaks:
+        return
+    if saved.failed is not None:
+        _record.write("checkpoint_failed", path=saved.path, why=saved.failed)
+        return
+    _record.write(
+        "checkpoint_saved",
+        path=saved.path,
+        seconds=saved.seconds,
+        stall_seconds=saved.stall_seconds,
+        bytes=saved.bytes,
+        asynchronous=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +244,7 @@ class _ReplicaHooks:
         rebalancer = Rebalancer(model, layers, optimizer, config)
         if rejoined is not None:
             rebalancer.loads = dict(rejoined.loads or {})
-        elif get_args().iteration:
+        elif get_args().iteration and not is_ours(Path(get_args().load)):
             folder = _iteration_folder(get_args().load, get_args().iteration)
             saved = placement_file.read(folder, layers)
             rebalancer.adopt(saved or [layer.holding for layer in layers])

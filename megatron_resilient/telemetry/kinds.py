@@ -159,6 +159,14 @@ _KINDS = (
         ),
     ),
     EventKind(
+        "checkpoint_failed",
+        "a save was given up; the ones before it are as they were",
+        (
+            Field("path", "text", "where it was to be", required=True),
+            Field("why", "text", "what happened, and on which rank", required=True),
+        ),
+    ),
+    EventKind(
         "checkpoint_loaded",
         "state was read from storage",
         (

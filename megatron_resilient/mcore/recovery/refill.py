@@ -116,7 +116,13 @@ def carry_out(
     target = _to_fill(model, optimizer, refill.counts)
     sent = exchange(refill.plan.copies, kept.store, target.store)
     arrays.set_random_state(target)
-    _reseed_experts(seed_step)
+    reseed_experts(seed_step)
+    show_to_model(model, optimizer)
+    return sent
+
+
+def show_to_model(model: list[nn.Module], optimizer: Any) -> None:
+    """Has the model compute with the values that its optimizer was given. Collective."""
     singles = single_optimizers(optimizer)
     with torch.no_grad():
         for single in singles:
@@ -125,7 +131,6 @@ def carry_out(
         if any(isinstance(single, DistributedOptimizer) for single in singles):
             for chunk in model:
                 chunk.start_param_sync(force_sync=True)
-    return sent
 
 
 def _to_fill(model: list[nn.Module], optimizer: Any, counts: dict[str, dict[str, float]]) -> Arrays:
@@ -171,7 +176,7 @@ def _place(
                 tag_shared(optimizer, parameter)
 
 
-def _reseed_experts(step: int) -> None:
+def reseed_experts(step: int) -> None:
     """Begins the experts' random streams anew: there may be other expert-parallel ranks now."""
     name = get_expert_parallel_rng_tracker_name()
     tracker = get_cuda_rng_tracker()

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.training import get_args
 from megatron.training.checkpointing import checkpoint_exists
 from torch import nn
 
+from megatron_resilient.checkpoint.directory import manifests
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import LostStateError
 from megatron_resilient.mcore.recovery import refill
@@ -21,6 +23,12 @@ from megatron_resilient.mcore.recovery.rejoined import Rejoined
 from megatron_resilient.mcore.recovery.session import Session
 
 Built = tuple[list[nn.Module], Any, Any]
+_overlays = False
+
+
+def overlays() -> bool:
+    """Whether what is being loaded will be written over but for the experts that are lost."""
+    return _overlays
 
 
 def build(
@@ -50,7 +58,7 @@ def build(
     exact = config_from_args(options).elastic.require_exact
     saved_step = progress.step
     if planned.plan.missing:
-        saved_step = _load(session, built, planned)
+        saved_step = _load(session, built, planned, back=bool(planned.lost_dense) or exact)
     if planned.lost_dense or (planned.plan.missing and exact):
         rejoined = Rejoined(
             "checkpoint",
@@ -118,7 +126,7 @@ def _newest_checkpoint(lost: str) -> str:
     """
     options = get_args()
     folders = [folder for folder in (options.save, options.load) if folder]
-    folder: str | None = next((folder for folder in folders if checkpoint_exists(folder)), None)
+    folder: str | None = next((folder for folder in folders if _has_checkpoint(folder)), None)
     if folder is None:
         raise LostStateError(
             f"no live rank has {lost}, and there is no checkpoint in "
@@ -128,6 +136,10 @@ def _newest_checkpoint(lost: str) -> str:
     if torch.distributed.get_rank() == 0:
         print(f"WARNING: no live rank has {lost}; loading it from {folder}", flush=True)
     return folder
+
+
+def _has_checkpoint(folder: str) -> bool:
+    return bool(manifests(Path(folder))) or checkpoint_exists(folder)
 
 
 def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:
@@ -144,19 +156,30 @@ def _replay(session: Session, newest: dict[str, Any]) -> Outcome | None:
     return best if mpu.is_pipeline_last_stage() else replace(best, losses={})
 
 
-def _load(session: Session, built: Built, planned: refill.Refill) -> int:
+def _load(session: Session, built: Built, planned: refill.Refill, back: bool) -> int:
     """Loads the newest checkpoint for what is lost.
+
+    Args:
+        session: of this process.
+        built: what is to be filled.
+        planned: says what is lost.
+        back: all go back to it.
 
     Returns:
         Its step.
     """
     from megatron.training import training
 
+    global _overlays
     options = get_args()
-    with _changed(load=_newest_checkpoint(_describe(planned))):
-        options.iteration, options.num_floating_point_operations_so_far = training.load_checkpoint(
-            *built
-        )
+    _overlays = not back
+    try:
+        with _changed(load=_newest_checkpoint(_describe(planned))):
+            options.iteration, options.num_floating_point_operations_so_far = (
+                training.load_checkpoint(*built)
+            )
+    finally:
+        _overlays = False
     return int(options.iteration)
 
 

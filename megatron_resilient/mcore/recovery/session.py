@@ -19,6 +19,7 @@ from megatron_resilient.elastic.graveyard import retire
 from megatron_resilient.elastic.member import Fenced, Member, World
 from megatron_resilient.elastic.sockets import cut_sockets, tcp_inodes
 from megatron_resilient.errors import ResilientError
+from megatron_resilient.mcore.checkpointing import run as checkpoints
 from megatron_resilient.mcore.recovery import faults, hand_over, report
 from megatron_resilient.mcore.recovery.arrays import Arrays
 from megatron_resilient.mcore.recovery.live_state import LiveState, forget_error
@@ -262,6 +263,7 @@ class Session:
         if not isinstance(error, Boundary | Fenced):
             self.member.leave_generation(_cause(error))
         forget_error(error)
+        checkpoints.abandon()  # it copies from what is changed next
         if self.live is not None:
             self.live.finish_update()
             self.old, self.live = self.live.leave(), None

@@ -10,6 +10,7 @@ from megatron.training import get_args
 from megatron_resilient.elastic.messages import SAVE_AND_END
 from megatron_resilient.errors import CoordinatorLostError, ResilientError, TooFewNodesError
 from megatron_resilient.mcore import uneven
+from megatron_resilient.mcore.checkpointing import run as checkpoints
 from megatron_resilient.mcore.recovery import faults, hand_over
 from megatron_resilient.mcore.recovery.live_state import LiveState
 from megatron_resilient.mcore.recovery.outcome import Outcome
@@ -81,6 +82,7 @@ def _change(session: Session, live: LiveState) -> None:
     """Leaves this generation between two steps, with everybody alive."""
     if live.asked & SAVE_AND_END:
         raise save_and_end(live, "the coordinator stayed away for too long", CoordinatorLostError)
+    checkpoints.finish()
     handed_over = hand_over.before_departure(session.member, live.arrays())
     if handed_over is None:
         raise save_and_end(live, "all nodes leave", SystemExit)
@@ -104,6 +106,7 @@ def save_and_end(live: LiveState, why: str, kind: type[BaseException]) -> BaseEx
         training.save_checkpoint(
             step, live.model, live.optimizer, live.scheduler, live.progress.flops
         )
+        training.maybe_finalize_async_save(blocking=True, terminate=True)
         saved = f"step {step} is saved in {options.save}"
     if issubclass(kind, ResilientError):
         return kind(f"{why}; {saved}: start the same command again to go on")

@@ -1,0 +1,52 @@
+"""Flags of per-expert checkpoints: what follows from them, and what cannot go with them."""
+
+import argparse
+
+from megatron_resilient.errors import ConfigError
+
+# (attribute, is it in the way?, why)
+_REFUSED = (
+    ("use_precision_aware_optimizer", bool, "its fp32 copies are out of reach"),
+    ("optimizer_cpu_offload", bool, "its copies are out of reach"),
+    ("use_megatron_fsdp", bool, "its shards have no names of ours"),
+    ("use_torch_fsdp2", bool, "its shards have no names of ours"),
+    ("num_distributed_optimizer_instances", lambda v: (v or 1) > 1, "shards are kept in one place"),
+    ("optimizer", lambda v: v not in ("adam", "sgd"), "only Adam's and SGD's state has names"),
+    ("no_save_optim", bool, "moments are part of every save"),
+    ("no_save_rng", bool, "random streams are part of every save"),
+    ("use_checkpoint_args", bool, "the flags of a run are not taken from its checkpoint"),
+    ("non_persistent_save_interval", bool, "the newest save stays in memory anyway"),
+)
+
+
+def adapt(args: argparse.Namespace) -> None:
+    """Gives experts names of their own, which slots have; as many slots as experts change nothing.
+
+    Raises:
+        ConfigError: a flag that cannot be combined with this format.
+    """
+    if args.resilient_checkpoint_format != "experts":
+        return
+    for name, in_the_way, why in _REFUSED:
+        value = getattr(args, name, None)
+        if in_the_way(value):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} with --resilient-checkpoint-format experts: "
+                f"{why}"
+            )
+    if not args.num_experts:
+        if args.resilient_checkpoint_experts:
+            raise ConfigError(
+                f"--resilient-checkpoint-experts {args.resilient_checkpoint_experts}: the model "
+                "has no experts; pass --num-experts"
+            )
+        return
+    if args.resilient_checkpoint_experts > args.num_experts:
+        raise ConfigError(
+            f"--resilient-checkpoint-experts {args.resilient_checkpoint_experts}: a layer has "
+            f"{args.num_experts}; 0 saves all"
+        )
+    if not args.resilient_slots_per_rank:
+        args.resilient_slots_per_rank = -(-args.num_experts // args.expert_model_parallel_size)
+        args.resilient_min_replicas = 1
+        args.resilient_rebalance_interval = args.resilient_load_window = 0

@@ -1,0 +1,1 @@
+"""Per-expert checkpoints of a Megatron run: what --save writes and --load reads in that format."""

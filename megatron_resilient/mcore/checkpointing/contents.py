@@ -1,0 +1,144 @@
+"""What a checkpoint holds of a run: arrays under names that hold in every world; plain values."""
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args
+from torch import nn
+
+from megatron_resilient.checkpoint.manifest import ArrayInfo
+from megatron_resilient.comm.transfer import Holding
+from megatron_resilient.mcore import expert_rng
+from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.recovery.arrays import (
+    Arrays,
+    Buffers,
+    everything,
+    merged,
+    named_parameters,
+    owned,
+)
+from megatron_resilient.mcore.recovery.old_state import scalars
+from megatron_resilient.mcore.recovery.progress import Progress
+
+# What must be equal in a model that loads a checkpoint; sizes that follow the world are not here.
+_IDENTITY = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "padded_vocab_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "optimizer",
+)
+DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def identity(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what tells this model from others that have other state."""
+    return {name: getattr(args, name, None) for name in _IDENTITY}
+
+
+class Contents:
+    """All state of one rank in one generation, as views and as plain values.
+
+    Args:
+        model: the model chunks.
+        optimizer: Megatron's.
+        scheduler: Megatron's learning-rate scheduler.
+        layers: the replicated layers of the model.
+    """
+
+    def __init__(
+        self,
+        model: list[nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        layers: list[ReplicatedMoELayer],
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.layers = (
+            model,
+            optimizer,
+            scheduler,
+            layers,
+        )
+        self._buffers = Buffers(model)
+
+    def arrays(self) -> Arrays:
+        """Returns the arrays; those of the optimizer and the model are views."""
+        own = everything(owned(self.model, self.optimizer), self._buffers)
+        return merged(own, random_of_experts())
+
+    def infos(self, arrays: Arrays) -> dict[str, ArrayInfo]:
+        """Returns what each array is that this rank holds all or part of."""
+        shapes = {key: tuple(p.shape) for key, p in named_parameters(self.model).items()}
+        found = {}
+        for key, stretches in arrays.store.items():
+            kinds = {kind: DTYPES[tensor.dtype] for kind, tensor in stretches[0][1].items()}
+            found[key] = ArrayInfo(shapes.get(key) or (_stop(stretches),), kinds)
+        return found
+
+    def holdings(self) -> dict[int, Holding]:
+        """Returns {layer: expert of each slot} of this rank's pipeline stage."""
+        return {layer.layer_number: layer.holding for layer in self.layers}
+
+    def values(self) -> dict[str, Any]:
+        """Returns the rest of the state that is the same on every rank, as plain values."""
+        return {
+            "progress": Progress.now(self.optimizer, self.scheduler).to_json(),
+            "scheduler": _plain(self.scheduler.state_dict()),
+            "counts": scalars(owned(self.model, self.optimizer)),
+        }
+
+
+def random_of_experts() -> Arrays:
+    """Returns the random stream of this rank's experts, as bytes."""
+    arrays, stream = Arrays(), expert_rng.own_stream()
+    if isinstance(stream, torch.Tensor):
+        arrays.add(random_key(), 0, {"value": stream.cpu().clone().view(torch.uint8)})
+    return arrays
+
+
+def random_key() -> str:
+    """Names that stream; there is one for each pipeline, expert tensor and expert parallel rank."""
+    args = get_args()
+    return (
+        f"random_experts/{args.expert_model_parallel_size}/"
+        f"{mpu.get_pipeline_model_parallel_rank()}.{mpu.get_expert_tensor_parallel_rank()}."
+        f"{mpu.get_expert_model_parallel_rank()}"
+    )
+
+
+def _stop(stretches: list[tuple[int, Any]]) -> int:
+    return max(start + next(iter(kinds.values())).numel() for start, kinds in stretches)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a scheduler's state without what JSON cannot say."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)

@@ -1,0 +1,196 @@
+"""Gives a new model the state of a per-expert checkpoint, whatever world that was written in."""
+
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.training import get_args
+
+from megatron_resilient.algorithms.refill_plan import Piece, plan_refill
+from megatron_resilient.checkpoint.choose import Chosen
+from megatron_resilient.checkpoint.manifest import Manifest
+from megatron_resilient.comm.gather_json import gather_json
+from megatron_resilient.comm.pieces import exchange
+from megatron_resilient.comm.transfer import Holding
+from megatron_resilient.errors import CheckpointError
+from megatron_resilient.mcore import expert_rng
+from megatron_resilient.mcore.checkpointing.contents import (
+    DTYPES,
+    Contents,
+    identity,
+    random_key,
+)
+from megatron_resilient.mcore.checkpointing.reading import Reading, choose_together
+from megatron_resilient.mcore.optimizer_state import tag_shared
+from megatron_resilient.mcore.recovery.arrays import Arrays, owned, set_random_state
+from megatron_resilient.mcore.recovery.old_state import prepare_moments
+from megatron_resilient.mcore.recovery.progress import Progress
+from megatron_resilient.mcore.recovery.refill import reseed_experts, show_to_model
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        chosen: the checkpoint, and what had to be passed over.
+        step: from which training goes on; 0 for finetuning.
+        bytes: read from storage, all ranks together.
+    """
+
+    chosen: Chosen
+    step: int
+    bytes: int
+
+
+def load(directory: Path, contents: Contents, place: bool) -> Loaded:
+    """Loads the newest checkpoint that is whole. Collective over all ranks.
+
+    Megatron's --finetune, --no-load-optim, --no-load-rng and --ckpt-step mean what they mean there.
+
+    Args:
+        directory: of the checkpoints.
+        contents: of a model and an optimizer that have made no step.
+        place: give layers the placement of the checkpoint where it fits: sums keep their order.
+
+    Raises:
+        CheckpointError: nothing there can be used; nothing has changed then.
+    """
+    args = get_args()
+    chosen, reading = choose_together(directory, identity(args), args.ckpt_step)
+    manifest = chosen.manifest
+    if place:
+        _place(contents, manifest)
+    with_optimizer = not (args.finetune or args.no_load_optim)
+    if with_optimizer:
+        prepare_moments(owned(contents.model, contents.optimizer), manifest.state["counts"])
+    target = _by_kind(contents.arrays())
+    sources = _sources(reading, manifest)
+    wanted = [
+        piece
+        for piece in target.pieces()
+        if _is_wanted(piece.key, manifest, with_optimizer, not (args.finetune or args.no_load_rng))
+    ]
+    _check_types(target, wanted, manifest)
+    _fill(target, wanted, sources)
+    show_to_model(contents.model, contents.optimizer)
+    progress = Progress(**manifest.state["progress"])
+    if not (args.finetune or args.no_load_rng):
+        _set_random(target, manifest, progress.step)
+    if not args.finetune:
+        if with_optimizer:
+            contents.scheduler.load_state_dict(manifest.state["scheduler"])
+        else:
+            begun = int(contents.scheduler.num_steps)
+            progress = replace(progress, scheduler_steps=begun, loss_scale={})
+        progress.apply(contents.optimizer, contents.scheduler)
+        update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+    if dist.get_rank() == 0:
+        for line in chosen.warnings():
+            print(f"WARNING: {line}", flush=True)
+    step = 0 if args.finetune else progress.step
+    return Loaded(chosen, step, sum(file.bytes for file in manifest.files))
+
+
+def _place(contents: Contents, manifest: Manifest) -> None:
+    """Gives layers the placement of the checkpoint where they have as many slots."""
+    saved: dict[str, Holding] = manifest.state["placement"]
+    for layer in contents.layers:
+        holding = saved.get(str(layer.layer_number))
+        if holding is None or not _fits(holding, layer.holding):
+            continue
+        layer.set_holding(holding)
+        for parameters in layer.parameters_by_kind().values():
+            for parameter in parameters:
+                tag_shared(contents.optimizer, parameter)
+
+
+def _fits(saved: Holding, now: Holding) -> bool:
+    return [len(slots) for slots in saved] == [len(slots) for slots in now]
+
+
+def _by_kind(arrays: Arrays) -> Arrays:
+    """Returns the same with an array for each kind: files need not have all kinds of a key."""
+    found = Arrays()
+    for key, stretches in arrays.store.items():
+        for start, kinds in stretches:
+            for kind, tensor in kinds.items():
+                found.add(f"{key}|{kind}", start, {"value": tensor})
+    return found
+
+
+def _sources(reading: Reading, manifest: Manifest) -> Arrays:
+    """Returns what this rank read of the files that the manifest names."""
+    sources = Arrays()
+    for file in manifest.files:
+        for stretch, tensor in reading.contents.pop(file.path, {}).items():
+            sources.add(f"{stretch.key}|{stretch.kind}", stretch.start, {"value": tensor})
+    reading.contents.clear()
+    return sources
+
+
+def _is_wanted(key: str, manifest: Manifest, with_optimizer: bool, with_random: bool) -> bool:
+    array, kind = key.split("|")
+    if array.startswith(("random/", "random_experts/")):
+        # Streams of another device or another number of ranks are not there: they begin anew.
+        return with_random and array in manifest.arrays
+    return with_optimizer or kind in ("main", "value")
+
+
+def _check_types(target: Arrays, wanted: list[Piece], manifest: Manifest) -> None:
+    """Checks that the checkpoint has what this rank needs, before anything is changed.
+
+    Raises:
+        CheckpointError: on every rank, if any rank misses something.
+    """
+    wrong = []
+    stops: dict[str, int] = {}
+    for piece in wanted:
+        stops[piece.key] = max(stops.get(piece.key, 0), piece.stop)
+    for key, stop in stops.items():
+        array, kind = key.split("|")
+        info = manifest.arrays.get(array)
+        dtype = DTYPES[target.store[key][0][1]["value"].dtype]
+        if info is None or kind not in info.kinds:
+            wrong.append(f"{array} ({kind}) is not in it")
+        elif info.kinds[kind] != dtype:
+            wrong.append(f"{array} ({kind}) is {info.kinds[kind]} there, {dtype} here")
+        elif stop > info.size:
+            wrong.append(f"{array} ({kind}) has {info.size} elements there, {stop} here")
+    told = sorted({each for own in gather_json(wrong) for each in own})
+    if told:
+        more = f", and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} does not fit this model: "
+            f"{'; '.join(told[:_SHOWN])}{more}"
+        )
+
+
+def _fill(target: Arrays, wanted: list[Piece], sources: Arrays) -> None:
+    told = gather_json([socket.gethostname(), sources.pieces(), wanted])
+    plan = plan_refill(
+        [[Piece(*piece) for piece in held] for _, held, _ in told],
+        [[Piece(*piece) for piece in needed] for _, _, needed in told],
+        [host for host, _, _ in told],
+    )
+    assert not plan.missing, plan.missing[:_SHOWN]  # a manifest names every element once
+    with torch.no_grad():
+        exchange(plan.copies, sources.store, target.store)
+
+
+def _set_random(target: Arrays, manifest: Manifest, step: int) -> None:
+    """Continues the random streams; those of experts begin anew where their ranks are others."""
+    merged_again = Arrays()
+    for key, stretches in target.store.items():
+        for start, kinds in stretches:
+            merged_again.add(key.split("|")[0], start, kinds)
+    set_random_state(merged_again)
+    if random_key() in manifest.arrays:
+        expert_rng.set_own_stream(merged_again.store[random_key()][0][1]["value"])
+    else:
+        reseed_experts(step)

@@ -1,0 +1,178 @@
+"""What a process has of its saves over all generations: folder, lock, buffers, worker, counts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_resilient.algorithms.expert_selection import TwoLevels
+from megatron_resilient.algorithms.lost_tokens import DynamicK, TokenLedger
+from megatron_resilient.checkpoint.buffers import Buffer, Buffers
+from megatron_resilient.checkpoint.choose import Chosen
+from megatron_resilient.checkpoint.lock import RunLock
+from megatron_resilient.checkpoint.writer import (
+    FileJob,
+    Result,
+    WriteJob,
+    WriteProgress,
+    Writer,
+)
+from megatron_resilient.config import CheckpointConfig
+from megatron_resilient.mcore.checkpointing.layout import Layout
+
+
+class Storage:
+    """The folder that a run saves into, and what this process has of its saves.
+
+    Args:
+        directory: the folder.
+        run: id of the run; its processes share the folder's lock.
+        config: flags.
+
+    Attributes:
+        lock: on the folder.
+        buffers: host memory for copies.
+        writer: the process that writes them.
+        base: step of the newest save that is there and that partial saves build on; None: the next
+            save has all experts.
+        saves: saves that were begun.
+        ledger: tokens routed and saved.
+    """
+
+    def __init__(self, directory: Path, run: str, config: CheckpointConfig, first: bool) -> None:
+        self.directory, self.run = directory, run
+        self._config = config
+        self.lock = (RunLock.begin if first else RunLock.join)(directory, run)
+        bound = int(config.checkpoint_memory_gib * (1 << 30)) or (1 << 62)
+        self.buffers = Buffers(bound)
+        self.writer = Writer(
+            self.buffers.descriptors, stall_seconds=config.checkpoint_stall_seconds
+        )
+        self.writer.start()
+        self.base: int | None = None
+        self.saves = 0
+        self.ledger = TokenLedger(0, 0)
+        self._k: DynamicK | None = None
+        self._jobs = 0
+        self._results: dict[int, Result] = {}
+        self._given_up: dict[int, Buffer] = {}  # by the job that still reads it
+
+    @property
+    def masters(self) -> str:
+        """Whose fp32 values partial saves write."""
+        return self._config.checkpoint_masters
+
+    def count(self, tokens: Mapping[int, list[int]], layout: Layout) -> None:
+        """Adds tokens that were routed since the last save.
+
+        Args:
+            tokens: {layer: tokens per expert}, of all MoE layers.
+            layout: names the layers.
+        """
+        if not self.ledger.routed and layout.experts:
+            self.ledger = TokenLedger(len(layout.layers), layout.experts)
+        none = [0] * layout.experts
+        self.ledger.add([tokens.get(layer, none) for layer in layout.layers])
+
+    def k(self, experts: int) -> int:
+        """Returns how many experts of a layer the next save writes."""
+        asked = self._config.checkpoint_experts
+        if not asked or asked >= experts:
+            return experts
+        if self._k is None:
+            self._k = DynamicK(experts, asked, self._config.checkpoint_lost_tokens)
+        return self._k.k
+
+    def k_snapshot(self, k: int, experts: int) -> int:
+        """Returns how many experts of a layer the next save copies into memory."""
+        return min(experts, max(k, self._config.checkpoint_snapshot_experts))
+
+    def plain(self, step: int, selection: TwoLevels) -> dict[str, Any]:
+        """Notes a save that begins; returns its part of `Manifest.state`."""
+        self.ledger.saved(step, selection)
+        return {
+            "saves": self.saves + 1,
+            "masters": self.masters,
+            "tokens": self.ledger.to_plain(durable=step),
+            "dynamic_k": self._k.to_plain() if self._k else None,
+        }
+
+    def durable(self, step: int, buffer: Buffer) -> None:
+        """Notes that a save is there."""
+        self.buffers.persisted(buffer)
+        self.ledger.persisted(step)
+        self.base = step
+
+    def write(self, buffer: Buffer, files: tuple[FileJob, ...]) -> int:
+        """Has the worker write files from a buffer; returns the number of the job."""
+        self._jobs += 1
+        self.writer.write(WriteJob(self._jobs, self.directory, buffer, files))
+        return self._jobs
+
+    def result(self, job: int) -> Result | None:
+        """Returns what came of a job, None while it is not done. Returns at once."""
+        for news in self.writer.poll():
+            if not isinstance(news, WriteProgress):
+                self._results[news.job] = news
+        return self._results.get(job)
+
+    def give_up(self, step: int, buffer: Buffer | None, job: int | None) -> None:
+        """Notes that a save will never be there.
+
+        Args:
+            step: of the save.
+            buffer: that it has.
+            job: in which the worker was to write it.
+        """
+        self.ledger.abandoned(step)
+        if buffer is None:
+            return
+        if job is not None and self.result(job) is None:
+            self._given_up[job] = buffer
+        else:
+            self.buffers.release(buffer)
+
+    def sweep(self) -> None:
+        """Frees the buffers of saves that were given up, once the worker is done with them."""
+        for job in [job for job in self._given_up if self.result(job) is not None]:
+            self.buffers.release(self._given_up.pop(job))
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a process that joins must know, as plain values."""
+        return {
+            "run": self.run,
+            "base": self.base,
+            "saves": self.saves,
+            "tokens": self.ledger.to_plain(),
+            "dynamic_k": self._k.to_plain() if self._k else None,
+        }
+
+    def adopt(self, facts: Mapping[str, Any]) -> None:
+        """Takes over what another process of the run knows."""
+        self.base, self.saves = facts["base"], facts["saves"]
+        self.ledger = TokenLedger.from_plain(facts["tokens"])
+        self._k = DynamicK.from_plain(facts["dynamic_k"]) if facts["dynamic_k"] else None
+
+    def resume(self, chosen: Chosen, planned: int) -> tuple[int, float]:
+        """Goes on from a checkpoint; its experts may be of older steps than the rest.
+
+        Args:
+            chosen: the checkpoint.
+            planned: tokens, times top-k, that a layer will have routed at the end of training.
+
+        Returns:
+            (tokens whose updates were lost with this restore, as part of all that are planned).
+        """
+        plain = chosen.manifest.state
+        self.saves = plain["saves"]
+        self.ledger = TokenLedger.from_plain(plain["tokens"])
+        lost = self.ledger.lost(planned=[planned] * len(self.ledger.routed))
+        self.ledger.restored()
+        if plain["dynamic_k"]:
+            self._k = DynamicK.from_plain(plain["dynamic_k"])
+        return sum(map(sum, lost.tokens)), lost.share
+
+    def close(self) -> None:
+        """Ends the worker and lets the folder go."""
+        self.writer.close()
+        self.buffers.close()
+        self.lock.release()
