@@ -95,13 +95,13 @@ def check(args: argparse.Namespace) -> None:
     elastic = elastic_arguments.is_elastic()
     if elastic:
         elastic_arguments.adapt(args)
-    checkpoint_arguments.adapt(args)
     config = config_from_args(args)
     if plugin.on_cpu():
         cpu.adapt(args)
     _check_layout(args)
     uneven_arguments.check(args, elastic)
     replica_arguments.check(args, config.replicas)
+    checkpoint_arguments.check(args)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:
         raise ConfigError(

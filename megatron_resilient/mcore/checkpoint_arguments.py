@@ -1,4 +1,4 @@
-"""Flags of per-expert checkpoints: what follows from them, and what cannot go with them."""
+"""Flags of per-expert checkpoints against Megatron's: what cannot be combined is refused."""
 
 import argparse
 
@@ -19,8 +19,8 @@ _REFUSED = (
 )
 
 
-def adapt(args: argparse.Namespace) -> None:
-    """Gives experts names of their own, which slots have; as many slots as experts change nothing.
+def check(args: argparse.Namespace) -> None:
+    """Checks what a run with per-expert checkpoints cannot have.
 
     Raises:
         ConfigError: a flag that cannot be combined with this format.
@@ -46,7 +46,3 @@ def adapt(args: argparse.Namespace) -> None:
             f"--resilient-checkpoint-experts {args.resilient_checkpoint_experts}: a layer has "
             f"{args.num_experts}; 0 saves all"
         )
-    if not args.resilient_slots_per_rank:
-        args.resilient_slots_per_rank = -(-args.num_experts // args.expert_model_parallel_size)
-        args.resilient_min_replicas = 1
-        args.resilient_rebalance_interval = args.resilient_load_window = 0

@@ -22,7 +22,7 @@ class ExpertLoad:
             for module in chunk.modules()
             if isinstance(module, TopKRouter)
         ]
-        self._routers.sort(key=_number)
+        self._routers.sort(key=layer_number)
         self._counts: dict[int, torch.Tensor] = {}
         self._handles = [r.register_forward_hook(self._count) for r in self._routers]
 
@@ -32,7 +32,7 @@ class ExpertLoad:
 
         Those of multi-token prediction follow the model's own.
         """
-        return [_number(router) for router in self._routers]
+        return [layer_number(router) for router in self._routers]
 
     def _count(self, router: nn.Module, inputs: tuple, output: tuple) -> None:
         # A recomputed layer runs twice: first without gradients, then with. Evaluation runs in
@@ -41,7 +41,7 @@ class ExpertLoad:
             return
         _, routing_map = output[:2]
         tokens = routing_map.detach().sum(dim=0)
-        layer = _number(router)
+        layer = layer_number(router)
         known = self._counts.get(layer)
         self._counts[layer] = tokens if known is None else known + tokens
 
@@ -65,6 +65,7 @@ class ExpertLoad:
             handle.remove()
 
 
-def _number(router: Any) -> int:
+def layer_number(router: Any) -> int:
+    """Returns the number of a router's layer; multi-token prediction's follow the model's own."""
     first = router.config.num_layers if router.is_mtp_layer else 0
     return int(first + router.layer_number)

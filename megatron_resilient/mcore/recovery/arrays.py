@@ -15,13 +15,16 @@ from megatron.core import mpu
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_resilient.algorithms.refill_plan import Piece
 from megatron_resilient.comm.pieces import Kinds
+from megatron_resilient.mcore.expert_load import layer_number
+from megatron_resilient.mcore.experts import slot_parameters
+from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.optimizer_state import single_optimizers
-from megatron_resilient.mcore.replicas import replicated_layers
 
 
 class Arrays:
@@ -116,17 +119,24 @@ def named_parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
     stage, tensor = coordinate()
     named: dict[str, nn.Parameter] = {}
     in_slots: set[nn.Parameter] = set()
-    for layer in replicated_layers(model):
-        rank = torch.distributed.get_rank(layer.ep_group)
-        for kind, parameters in layer.parameters_by_kind().items():
-            for expert, parameter in zip(layer.holding[rank], parameters, strict=True):
-                named.setdefault(expert_key(layer.layer_number, expert, kind), parameter)
+    for layer in (m for chunk in model for m in chunk.modules() if isinstance(m, MoELayer)):
+        experts = local_experts(layer)
+        for kind, parameters in slot_parameters(layer.experts, len(experts)).items():
+            for expert, parameter in zip(experts, parameters, strict=True):
+                named.setdefault(expert_key(layer_number(layer.router), expert, kind), parameter)
                 in_slots.add(parameter)
     for number, chunk in enumerate(unwrap_model(model)):
         for name, parameter in chunk.named_parameters():
             if parameter not in in_slots:
                 named[f"dense/{stage}.{tensor}/{number}/{name}"] = parameter
     return named
+
+
+def local_experts(layer: MoELayer) -> list[int]:
+    """Returns the logical experts of a layer's local slots, whether it has replicas or not."""
+    if isinstance(layer, ReplicatedMoELayer):
+        return layer.holding[torch.distributed.get_rank(layer.ep_group)]
+    return list(layer.local_expert_indices)
 
 
 def owned(model: list[nn.Module], optimizer: Any) -> list[Owned]:
