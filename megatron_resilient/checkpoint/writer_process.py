@@ -2,9 +2,10 @@
 
     python -m megatron_resilient.checkpoint.writer_process PARENT_PID NICE FD...
 
-The descriptors are the memfds of `buffers.Buffers`. Jobs come as JSON lines on stdin, answers go as
-JSON lines to stdout; `jobs.py` has both. Every file is written under another name, made durable, and
-renamed; its folders are made durable at the end. A job that fails leaves none of its files.
+The descriptors are the memfds of `buffers.Buffers`. Orders come as JSON lines on stdin, answers go
+as JSON lines to stdout; `writer.py` is the other end. Every file is written under another name,
+made durable, and renamed; its folder is made durable at the end of the job. A job that fails leaves
+none of its files.
 
 It starts without torch and numpy, holds no copy of the data, and ends with its parent, however that
 ends. Signals that a job's manager sends to all processes are the parent's business: it decides
@@ -33,6 +34,7 @@ TEMPORARY: Final = ".tmp"
 _CHUNK_BYTES: Final = 8 << 20
 _REPORT_SECONDS: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
+_NO_JOB: Final = -1
 
 
 class _Orphaned(BaseException):
@@ -55,8 +57,8 @@ class Answers:
 class Progress:
     """What is being done, told to the parent several times a second by a thread of its own.
 
-    So the parent can tell a process that is stopped, which says nothing, from one whose storage does
-    not answer, which always says the same.
+    So the parent can tell a process that is stopped, which says nothing, from one whose storage
+    does not answer, which always says the same.
     """
 
     def __init__(self, answers: Answers, parent: int) -> None:
@@ -85,8 +87,13 @@ class Progress:
     def end(self, **answer: Any) -> None:
         """The job ends with an answer, after which nothing is said of it any more."""
         with self._lock:
+            job, path, self._now = self._now["job"], self._now["path"], {}
+            self._answers.send(job=job, path=path, **answer)
+
+    def rest(self) -> None:
+        """Nothing is done any more."""
+        with self._lock:
             self._now = {}
-            self._answers.send(**answer)
 
     def _report(self) -> None:
         while True:
@@ -118,65 +125,54 @@ def main(arguments: Sequence[str]) -> int:
     try:
         answers.send(ready=os.getpid())
         for line in sys.stdin:
-            job = json.loads(line)
-            if "remove" in job:
-                _remove(job["remove"])
-                continue
-            progress.begin(job["job"])
-            begin = time.monotonic()
-            files: list[dict[str, Any]] = []
-            path = job["root"]
-            try:
-                with _mapped(descriptors[job["buffer"]]) as memory:
-                    for file in job["files"]:
-                        path = os.path.join(job["root"], file["path"])
-                        files.append(_write_file(path, file, memory, progress))
-                for path in sorted({os.path.dirname(_path(job, file)) for file in files}):
-                    progress.at("syncing", path)
-                    _sync_folder(path)
-                seconds = time.monotonic() - begin
-                progress.end(job=job["job"], files=files, seconds=seconds)
-            except Exception as error:  # told to the parent, which tells all ranks
-                _remove([_path(job, file) for file in files])
-                known = isinstance(error, OSError)
-                progress.end(
-                    job=job["job"],
-                    error=(error.strerror or str(error)) if known else repr(error),
-                    errno=error.errno if known else None,
-                    path=path,
-                )
-            except BaseException:
-                _remove([_path(job, file) for file in files])
-                raise
+            order = json.loads(line)
+            if "remove" in order:
+                progress.begin(_NO_JOB)
+                for path in order["remove"]:
+                    progress.at("removing", path)
+                    _remove([path])
+                progress.rest()
+            else:
+                _do(order, descriptors[order["buffer"]], progress)
     except (_Orphaned, BrokenPipeError):
         # Nobody hears the rest; Python would complain about it at its end.
         os._exit(1)
     return 0
 
 
-def _path(job: dict[str, Any], file: dict[str, Any]) -> str:
-    return os.path.join(job["root"], file["path"])
-
-
-class _mapped:  # noqa: N801 - used like a function
-    """A buffer's memory, to read, as long as a job lasts; it may have grown since the last one."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        self._view = memoryview(self._memory)
-
-    def __enter__(self) -> memoryview:
-        return self._view
-
-    def __exit__(self, *_: object) -> None:
-        self._view.release()
-        self._memory.close()
+def _do(job: dict[str, Any], descriptor: int, progress: Progress) -> None:
+    """Does one job, and answers."""
+    begin = time.monotonic()
+    progress.begin(job["job"])
+    progress.at("opening", job["root"])
+    paths = [os.path.join(job["root"], file["path"]) for file in job["files"]]
+    try:
+        # Mapped for each job, as it may have grown; unmapped with the last view of it.
+        memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+        files = [
+            _write_file(path, file, memory, progress)
+            for path, file in zip(paths, job["files"], strict=True)
+        ]
+        for folder in sorted({os.path.dirname(path) for path in paths}):
+            progress.at("syncing", folder)
+            _sync_folder(folder)
+    except OSError as error:  # told to the parent, which tells all ranks
+        _remove(paths)
+        progress.end(error=error.strerror or str(error), errno=error.errno)
+    except Exception as error:
+        _remove(paths)
+        progress.end(error=f"{type(error).__name__}: {error}", errno=None)
+    except BaseException:
+        _remove(paths)
+        raise
+    else:
+        progress.end(files=files, seconds=time.monotonic() - begin)
 
 
 def _write_file(
     path: str, file: dict[str, Any], memory: memoryview, progress: Progress
 ) -> dict[str, Any]:
-    """Writes one file from a buffer; it is durable under its name afterwards, but for its folder."""
+    """Writes one file from a buffer; it is durable under its name then, but for its folder."""
     tensors = [
         (Stretch(key, kind, start, stop), dtype, memory[offset : offset + size])
         for key, kind, start, stop, dtype, offset, size in file["tensors"]
@@ -210,11 +206,6 @@ def _write_file(
         digest.stop()
         _remove([temporary])
         raise
-    finally:
-        for _, _, view in tensors:
-            view.release()
-        for part in parts:
-            part.release()
     progress.add(0, files=1)
     return {"path": file["path"], "bytes": size, "sha256": sha256}
 
@@ -223,22 +214,28 @@ class _Digest:
     """The SHA-256 of a file's parts, counted in a thread."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._sha256 = hashlib.sha256()
+        self._sha256: str | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, args=(parts,), daemon=True)
         self._thread.start()
 
     def _run(self, parts: Sequence[memoryview]) -> None:
+        sha256 = hashlib.sha256()
         for chunk in _chunks(parts):
             if self._stopping:
                 return
-            self._sha256.update(chunk)
+            sha256.update(chunk)
+        self._sha256 = sha256.hexdigest()
 
     def result(self) -> str:
+        """Waits for it."""
         self._thread.join()
-        return self._sha256.hexdigest()
+        if self._sha256 is None:
+            raise RuntimeError("the digest was not counted to its end; see the error above")
+        return self._sha256
 
     def stop(self) -> None:
+        """Ends the thread; there is no result."""
         self._stopping = True
         self._thread.join()
 
