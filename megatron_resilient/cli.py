@@ -14,6 +14,7 @@ from megatron_resilient.errors import ResilientError
 
 PROGRAM = "megatron-resilient"
 COMMANDS = (
+    "checkpoint",
     "coordinator",
     "doctor",
     "leave",
