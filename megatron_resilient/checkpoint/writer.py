@@ -271,6 +271,10 @@ class Writer:
             why = f"the writer's thread failed: {type(error).__name__}: {error}"
             for job in jobs:
                 self._end(job, WriteFailed(job.job, why, str(job.root)))
+            if self._worker is not None:
+                self._worker.kill()
+                self._worker.bury()
+                self._worker = None
             raise
 
     def _serve(self) -> None:
@@ -284,7 +288,9 @@ class Writer:
             if job is not None:
                 if self._worker is None:
                     self._begin()
-                if self._worker is not None and not self._worker.has_job:
+                if self._worker is None:
+                    continue  # that job has failed, perhaps there is another one
+                if not self._worker.has_job:
                     self._worker.give(job)
             self._look(job)
         with self._lock:

@@ -26,6 +26,7 @@ from megatron_resilient.checkpoint.writer import (
     Writer,
     Written,
 )
+from megatron_resilient.errors import CheckpointError
 
 PROGRAM = "megatron_resilient.checkpoint.writer_process"
 ROOT = Path(__file__).parents[2]
@@ -272,11 +273,32 @@ def test_a_program_that_cannot_start_fails_each_job(buffers, start, tmp_path):
     writer = Writer(buffers.descriptors, command=[str(tmp_path / "nothing")])
     writer.start()
     job = job_of(fill(buffers), tmp_path)
-    for _ in range(2):
+    writer.write(job)
+    assert "cannot be started" in finish(writer).why
+    for _ in range(5):
         writer.write(job)
-        result = finish(writer)
-        assert "cannot be started" in result.why
-    writer.close()
+    results = writer.close()
+    assert len(results) == 5
+    assert all("cannot be started" in result.why for result in results)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_in_the_watching_thread_fails_the_jobs(buffers, start, tmp_path, monkeypatch):
+    writer = start()
+    until(lambda: writer.pid)
+    pid = writer.pid
+
+    def fails(*_):
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(writer, "_look", fails)
+    job = job_of(fill(buffers), tmp_path)
+    writer.write(job)
+    result = finish(writer)
+    assert "thread failed: ValueError: a mistake" in result.why
+    until(lambda: has_ended(pid))
+    with pytest.raises(CheckpointError, match="closed"):
+        writer.write(job)
 
 
 def test_a_program_that_ends_at_once_fails_the_job(buffers, tmp_path):
