@@ -206,9 +206,11 @@ def _loads(whole: Mapping[str, _Expert], writer: Mapping[str, int], ranks: int) 
 def _in_the_way(
     whole: Mapping[str, _Expert], writer: Mapping[str, int], load: list[int], limit: float
 ) -> list[str]:
-    """Returns experts with a choice of writers whose writer has too much."""
+    """Returns experts whose writer has too much, and of which others hold at least a part."""
     return [
-        name for name, rank in writer.items() if load[rank] > limit and len(whole[name].holders) > 1
+        name
+        for name, rank in writer.items()
+        if load[rank] > limit and any(len(atom.holders) > 1 for atom in whole[name].atoms)
     ]
 
 

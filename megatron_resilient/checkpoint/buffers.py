@@ -162,7 +162,7 @@ class Buffers:
         for stretch, dtype in contents:
             entries.append(Entry(stretch, dtype, size))
             size += -(-entries[-1].bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE  # nothing cannot be mapped
         if size > self.bound_bytes:
             raise HostMemoryError(
                 f"the snapshot of step {step} needs {size:,} bytes of host memory on this rank, "

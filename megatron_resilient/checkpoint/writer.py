@@ -9,12 +9,14 @@ import contextlib
 import errno
 import json
 import os
+import select
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,7 +231,7 @@ class Writer:
             return news
 
     def wait(self, timeout_seconds: float | None = None) -> list[Result | WriteProgress]:
-        """Waits until a job has ended, or none is left, or the time is over; then does as `poll`."""
+        """Waits until a job has ended, none is left, or the time is over; then does as `poll`."""
         with self._lock:
             self._lock.wait_for(lambda: self._results or not self._jobs, timeout_seconds)
         return self.poll()
@@ -260,6 +262,22 @@ class Writer:
     # All below runs in the thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # else jobs would wait for ever, and nobody know why
+            with self._lock:
+                self._closing = True
+                jobs = list(self._jobs)
+            why = f"the writer's thread failed: {type(error).__name__}: {error}"
+            for job in jobs:
+                self._end(job, WriteFailed(job.job, why, str(job.root)))
+            if self._worker is not None:
+                self._worker.kill()
+                self._worker.bury()
+                self._worker = None
+            raise
+
+    def _serve(self) -> None:
         self._begin()
         while True:
             with self._lock:
@@ -270,7 +288,9 @@ class Writer:
             if job is not None:
                 if self._worker is None:
                     self._begin()
-                if self._worker is not None and not self._worker.has_job:
+                if self._worker is None:
+                    continue  # that job has failed, perhaps there is another one
+                if not self._worker.has_job:
                     self._worker.give(job)
             self._look(job)
         with self._lock:
@@ -320,9 +340,11 @@ class Writer:
         worker.send_on()
         alive = worker.receive(waited)
         for message in worker.take():
-            if "progress" in message:
-                with self._lock:
-                    self._progress = WriteProgress(**message["progress"])
+            progress = message.get("progress")
+            if progress is not None:
+                if job is not None and progress["job"] == job.job:
+                    with self._lock:
+                        self._progress = WriteProgress(**progress)
             elif job is not None and message.get("job") == job.job:
                 self._end(job, _result(message))
                 worker.has_job = False
@@ -330,12 +352,12 @@ class Writer:
         if not alive:
             self._worker = None
             why = f"the writer's process {worker.ended()}"
-        elif worker.has_job and worker.silent_seconds > (
-            self._silence_seconds if worker.is_ready else max(_START_SECONDS, self._silence_seconds)
-        ):
-            why = f"the writer's process said nothing for {worker.silent_seconds:.0f} s, is killed"
-        elif worker.has_job and worker.stalled_seconds > self._stall_seconds:
-            why = f"storage did not answer for {worker.stalled_seconds:.0f} s; the writer is killed"
+        elif not worker.has_job:
+            return
+        elif worker.silent_seconds > (self._silence_seconds if worker.is_ready else _START_SECONDS):
+            why = f"the writer's process said nothing for {worker.silent_seconds:.0f} s: killed"
+        elif worker.is_ready and worker.stalled_seconds > self._stall_seconds:
+            why = f"storage did not answer for {worker.stalled_seconds:.0f} s: the writer is killed"
         else:
             return
         self._worker = None
@@ -357,7 +379,7 @@ class Writer:
             self._lock.notify_all()
 
     def _leave_behind(self, job: WriteJob) -> None:
-        paths = [str(job.root / file.path) for file in job.files]
+        paths = [os.path.abspath(job.root / file.path) for file in job.files]
         self._leftovers += [*paths, *(path + TEMPORARY for path in paths)]
 
     def _clear_up(self) -> None:
@@ -365,11 +387,6 @@ class Writer:
         if self._leftovers:
             self._begin()
         if self._worker is not None:
-            while self._worker.outgoing:
-                before = len(self._worker.outgoing)
-                self._worker.send_on()
-                if len(self._worker.outgoing) == before:
-                    break
             self._worker.end(_END_SECONDS)
             self._worker = None
 
@@ -401,7 +418,8 @@ class _Worker:
             # What a terminal or a launcher sends to the training process's group is not for it.
             process_group=0,
         )
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
@@ -420,7 +438,7 @@ class _Worker:
         self.order(
             {
                 "job": job.job,
-                "root": str(job.root),
+                "root": os.path.abspath(job.root),
                 "buffer": job.buffer.number,
                 "files": [
                     {
@@ -477,6 +495,8 @@ class _Worker:
             status = self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its output"
+        if status == -signal.SIGKILL:
+            return "was killed: was memory short?"
         return f"was ended by signal {-status}" if status < 0 else f"exited with {status}"
 
     def kill(self) -> None:
@@ -485,18 +505,23 @@ class _Worker:
 
     def bury(self) -> None:
         """Closes the pipes, and waits, but not for one that the kernel cannot end yet."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_SECONDS / 10)
 
     def end(self, seconds: float) -> None:
-        """Lets it end by itself, else kills it."""
+        """Lets it do what it was ordered and end by itself, else kills it."""
         assert self.process.stdin is not None
+        until = time.monotonic() + seconds
+        while self.outgoing and self.process.poll() is None and time.monotonic() < until:
+            select.select([], [self.stdin], [], _LOOK_SECONDS / 2)
+            self.send_on()
         self.process.stdin.close()
         try:
-            self.process.wait(seconds)
+            self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
         self.bury()
@@ -509,8 +534,3 @@ def _result(message: dict[str, Any]) -> Result:
     advice = _ADVICE.get(message["errno"])
     why = message["error"] if advice is None else f"{message['error']}: {advice}"
     return WriteFailed(message["job"], why, message["path"], message["errno"])
-
-
-def file_job(path: str, buffer: Buffer, belongs: Callable[[Entry], bool]) -> FileJob:
-    """Returns a job for a file with those entries of a buffer that belong into it."""
-    return FileJob(path, tuple(entry for entry in buffer.entries if belongs(entry)))

@@ -3,9 +3,9 @@
     python -m megatron_resilient.checkpoint.writer_process PARENT_PID NICE FD...
 
 The descriptors are the memfds of `buffers.Buffers`. Orders come as JSON lines on stdin, answers go
-as JSON lines to stdout; `writer.py` is the other end. Every file is written under another name, made
-durable, and renamed; its folder is made durable at the end of the job. A job that fails leaves none
-of its files.
+as JSON lines to stdout; `writer.py` is the other end. Every file is written under another name,
+made durable, and renamed; its folder is made durable at the end of the job. A job that fails leaves
+none of its files.
 
 It starts without torch and numpy, holds no copy of the data, and ends with its parent, however that
 ends. Signals that a job's manager sends to all processes are the parent's business: it decides
@@ -34,6 +34,7 @@ TEMPORARY: Final = ".tmp"
 _CHUNK_BYTES: Final = 8 << 20
 _REPORT_SECONDS: Final = 0.25
 _PR_SET_PDEATHSIG: Final = 1
+_NO_JOB: Final = -1
 
 
 class _Orphaned(BaseException):
@@ -89,6 +90,11 @@ class Progress:
             job, path, self._now = self._now["job"], self._now["path"], {}
             self._answers.send(job=job, path=path, **answer)
 
+    def rest(self) -> None:
+        """Nothing is done any more."""
+        with self._lock:
+            self._now = {}
+
     def _report(self) -> None:
         while True:
             time.sleep(_REPORT_SECONDS)
@@ -121,7 +127,11 @@ def main(arguments: Sequence[str]) -> int:
         for line in sys.stdin:
             order = json.loads(line)
             if "remove" in order:
-                _remove(order["remove"])
+                progress.begin(_NO_JOB)
+                for path in order["remove"]:
+                    progress.at("removing", path)
+                    _remove([path])
+                progress.rest()
             else:
                 _do(order, descriptors[order["buffer"]], progress)
     except (_Orphaned, BrokenPipeError):
