@@ -119,14 +119,23 @@ def adopt(directory: Path, chosen: Chosen) -> None:
         places.write_manifest(directory, chosen.manifest)
 
 
-def model_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Returns what differs between a checkpoint's model and the wanted one, a text a value."""
+def model_differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], places: tuple[str, str]
+) -> list[str]:
+    """Returns a text for each value that differs between two models.
+
+    Args:
+        one: the `model` of a manifest.
+        other: another one, or the wanted one.
+        places: where the two are, as the texts say it.
+    """
     told: list[str] = []
-    for name in sorted(there.keys() | here.keys()):
-        if name in there and name in here and there[name] == here[name]:
+    for name in sorted(one.keys() | other.keys()):
+        if name in one and name in other and one[name] == other[name]:
             continue
-        old, new = (repr(each[name]) if name in each else "not given" for each in (there, here))
-        told.append(f"{name} is {old} there, {new} here")
+        shown = (repr(each[name]) if name in each else "not given" for each in (one, other))
+        values = (f"{value} {place}" for value, place in zip(shown, places, strict=True))
+        told.append(f"{name} is {', '.join(values)}")
     return told
 
 
@@ -180,7 +189,7 @@ class _Search:
     def _check_model(self, manifest: Manifest, path: str) -> None:
         if self._model is None:
             return
-        if differences := model_differences(manifest.model, self._model):
+        if differences := model_differences(manifest.model, self._model, ("there", "here")):
             raise CheckpointError(
                 f"{path}: is of another model: {'; '.join(differences)}. Load it into the model "
                 "that it was made with, or use another folder"

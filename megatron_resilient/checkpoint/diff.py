@@ -114,7 +114,7 @@ def difference(
     ]
     alike = {each for each in named.keys() & also.keys() if named[each] == also[each]}
     return Difference(
-        tuple(model_differences(one.model, other.model)),
+        tuple(model_differences(one.model, other.model, ("in the first", "in the second"))),
         tuple(f"{key}|{kind}" for key, kind in sorted(named.keys() - also.keys())),
         tuple(f"{key}|{kind}" for key, kind in sorted(also.keys() - named.keys())),
         tuple(types),
@@ -201,13 +201,16 @@ class _Total:
 
         bits = np.dtype(f"u{ELEMENT_BYTES[dtype]}")
         self.elements += int((np.frombuffer(left, bits) != np.frombuffer(right, bits)).sum())
-        numbers = (_numbers(left, dtype), _numbers(right, dtype)) if sizes else (None, None)
-        if numbers[0] is None or numbers[1] is None:
+        if not sizes:
             return
+        # Not every pattern of bits is a number, and that is no reason to warn.
         with np.errstate(all="ignore"):
-            absolute = np.abs(numbers[0] - numbers[1])
-            absolute[numbers[0] == numbers[1]] = 0.0
-            larger = np.maximum(np.abs(numbers[0]), np.abs(numbers[1]))
+            one, other = _numbers(left, dtype), _numbers(right, dtype)
+            if one is None or other is None:
+                return
+            absolute = np.abs(one - other)
+            absolute[one == other] = 0.0
+            larger = np.maximum(np.abs(one), np.abs(other))
             relative = np.where(absolute == 0, 0.0, absolute / larger)
         self.max_absolute = _larger(self.max_absolute, float(absolute.max()))
         self.max_relative = _larger(self.max_relative, float(relative.max()))
