@@ -76,11 +76,21 @@ class TokenLedger:
         """Notes that the save of a step will never be durable."""
         self._pending.pop(step)
 
-    def unsaved(self, level: Level) -> Counts:
-        """Returns the tokens since every expert's newest version of a level."""
+    def unsaved(self, level: Level, with_pending: bool = False) -> Counts:
+        """Returns the tokens since every expert's newest version of a level.
+
+        Args:
+            level: which.
+            with_pending: versions that are on their way to storage count: what a save selects by.
+        """
+        marks = self._marks[level]
+        if with_pending and level == "persist":
+            marks = copy.deepcopy(marks)
+            for pending in self._pending.values():
+                _set_marks(marks, pending)
         return [
             [routed - mark for routed, mark in zip(*rows, strict=True)]
-            for rows in zip(self.routed, self._marks[level], strict=True)
+            for rows in zip(self.routed, marks, strict=True)
         ]
 
     def lost(
@@ -118,21 +128,21 @@ class TokenLedger:
         for level in self._marks:
             self._marks[level] = copy.deepcopy(self.routed)
 
-    def to_plain(self, durable: int | None = None) -> dict[str, Any]:
-        """Returns plain values for a manifest.
+    def persist_marks(self, step: int) -> Counts:
+        """Returns the marks of what is durable once the save of a step is: for its manifest.
 
-        Args:
-            durable: the step of the save whose manifest this is for: whoever reads it may count on
-                that save, and on those before it that are still being written only if they are
-                named there, which the caller sees to by saving in order.
+        To be asked for when the fate of all saves before it is known.
         """
-        persist = copy.deepcopy(self._marks["persist"])
-        if durable is not None:
-            _set_marks(persist, self._pending[durable])
+        marks = copy.deepcopy(self._marks["persist"])
+        _set_marks(marks, self._pending[step])
+        return marks
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns plain values. For a manifest `persist` is that of `persist_marks`."""
         return {
             "routed": copy.deepcopy(self.routed),
             "snapshot": copy.deepcopy(self._marks["snapshot"]),
-            "persist": persist,
+            "persist": copy.deepcopy(self._marks["persist"]),
         }
 
     @classmethod

@@ -76,10 +76,11 @@ def _check_distributed_optimizer(args: argparse.Namespace, flag: str) -> None:
             f"{world // domain} expert-parallel domains before replicas are summed; make "
             f"--expert-model-parallel-size {world // domain} times larger"
         )
-    if (args.save or args.load) and not args.dist_ckpt_optim_fully_reshardable:
+    by_name = args.resilient_checkpoint_format == "experts"
+    if (args.save or args.load) and not (by_name or args.dist_ckpt_optim_fully_reshardable):
         raise ConfigError(
             f"--use-distributed-optimizer with {flag}: its default checkpoint fits one placement "
-            "only; add --dist-ckpt-optim-fully-reshardable"
+            "only; add --dist-ckpt-optim-fully-reshardable or --resilient-checkpoint-format experts"
         )
 
 

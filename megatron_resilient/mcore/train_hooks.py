@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_resilient.checkpoint.directory import is_ours
+from megatron_resilient.checkpoint.directory import manifests
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
@@ -53,6 +53,8 @@ def forget() -> None:
     """Drops the record without ending it: the same run goes on, or its end is written already."""
     global _record, _replicas
     checkpoints.abandon()
+    if session.current() is None:
+        checkpoints.close()
     _replicas = None
     if _record is not None:
         _record.log.close()
@@ -169,7 +171,7 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
     folder = get_args().load or get_args().pretrained_checkpoint
     start = time.perf_counter()
     try:
-        if folder is not None and is_ours(Path(folder)):
+        if folder is not None and manifests(Path(folder)):
             result = _load_experts(Path(folder), *args)
         else:
             result = original(*args, **kwargs)
@@ -244,7 +246,7 @@ class _ReplicaHooks:
         rebalancer = Rebalancer(model, layers, optimizer, config)
         if rejoined is not None:
             rebalancer.loads = dict(rejoined.loads or {})
-        elif get_args().iteration and not is_ours(Path(get_args().load)):
+        elif get_args().iteration and not manifests(Path(get_args().load)):
             folder = _iteration_folder(get_args().load, get_args().iteration)
             saved = placement_file.read(folder, layers)
             rebalancer.adopt(saved or [layer.holding for layer in layers])

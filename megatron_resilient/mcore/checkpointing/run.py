@@ -57,7 +57,7 @@ def open_storage(directory: Path, config: CheckpointConfig, goes_on: bool) -> No
     """
     global _storage
     if _storage is not None and not goes_on:
-        _close()
+        close()
     facts = _storage.facts() if _storage is not None else None
     told = gather_json({"facts": facts, "new": secrets.token_hex(8)})
     known = next((each["facts"] for each in told if each["facts"]), None)
@@ -77,7 +77,7 @@ def open_storage(directory: Path, config: CheckpointConfig, goes_on: bool) -> No
             raise CheckpointError(errors[0])
 
 
-def _close() -> None:
+def close() -> None:
     """Lets the folder go, and ends the worker."""
     global _storage
     if _storage is not None:
@@ -85,7 +85,7 @@ def _close() -> None:
         _storage = None
 
 
-atexit.register(_close)
+atexit.register(close)
 
 
 def load_into(directory: Path, contents: Contents, goes_back: bool) -> Loaded:

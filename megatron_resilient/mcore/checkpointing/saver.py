@@ -32,7 +32,7 @@ from megatron_resilient.checkpoint.snapshot import Snapshot, contents
 from megatron_resilient.checkpoint.writer import FileJob, WriteFailed
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import CheckpointConfig
-from megatron_resilient.errors import CheckpointError, HostMemoryError
+from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore.checkpointing.contents import Contents, identity
 from megatron_resilient.mcore.checkpointing.layout import Kinds, Layout
 from megatron_resilient.mcore.checkpointing.storage import Storage
@@ -164,7 +164,7 @@ class Saver:
         storage.saves += 1
         try:
             self._begin_copy(save, layout, persist, beside, places.save_folder(step, nonce))
-        except (CheckpointError, HostMemoryError) as error:
+        except CheckpointError as error:
             save.failed = str(error)
         save.stall_seconds = time.perf_counter() - begun
         return ended
@@ -262,7 +262,7 @@ class Saver:
             storage.k_snapshot(k, experts),
             k,
             storage.ledger.unsaved("snapshot"),
-            storage.ledger.unsaved("persist"),
+            storage.ledger.unsaved("persist", with_pending=True),
         )
 
     def _begin_copy(
@@ -280,12 +280,7 @@ class Saver:
             items += _views(own, unit.pieces, beside)
         if save.files:
             places.create_save(self._storage.directory, save.step, folder.rpartition(".")[2])
-        buffer = self._storage.buffers.begin(save.step, contents(items))
-        if buffer is None:
-            raise CheckpointError(
-                f"no room in host memory for the save of step {save.step}: earlier ones are still "
-                "being written; allow more (--resilient-checkpoint-memory-gib) or save less often"
-            )
+        buffer = self._storage.begin(save.step, contents(items))
         save.buffer, self._copying = buffer, save
         self._snapshot.start(items, buffer)
 
@@ -327,6 +322,8 @@ class Saver:
         told = gather_json([_file_to_plain(file) for file in save.written or ()])
         save.all_written = [_file_from_plain(each) for own in told for each in own]
         if dist.get_rank() == 0:
+            # What became of the saves before it is known only now.
+            save.plain["tokens"]["persist"] = self._storage.ledger.persist_marks(save.step)
             save.manifest = self._manifests.submit(self._finish_on_storage, save, self._layout)
 
     def _finish_on_storage(self, save: Save, layout: Layout) -> None:

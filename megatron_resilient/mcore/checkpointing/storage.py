@@ -1,6 +1,7 @@
 """What a process has of its saves over all generations: folder, lock, buffers, worker, counts."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron_resilient.algorithms.lost_tokens import DynamicK, TokenLedger
 from megatron_resilient.checkpoint.buffers import Buffer, Buffers
 from megatron_resilient.checkpoint.choose import Chosen
 from megatron_resilient.checkpoint.lock import RunLock
+from megatron_resilient.checkpoint.manifest import Stretch
 from megatron_resilient.checkpoint.writer import (
     FileJob,
     Result,
@@ -17,7 +19,10 @@ from megatron_resilient.checkpoint.writer import (
     Writer,
 )
 from megatron_resilient.config import CheckpointConfig
+from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore.checkpointing.layout import Layout
+
+_WAIT_SECONDS = 0.02
 
 
 class Storage:
@@ -92,7 +97,7 @@ class Storage:
         return {
             "saves": self.saves + 1,
             "masters": self.masters,
-            "tokens": self.ledger.to_plain(durable=step),
+            "tokens": self.ledger.to_plain(),
             "dynamic_k": self._k.to_plain() if self._k else None,
         }
 
@@ -101,6 +106,25 @@ class Storage:
         self.buffers.persisted(buffer)
         self.ledger.persisted(step)
         self.base = step
+
+    def begin(self, step: int, contents: Sequence[tuple[Stretch, str]]) -> Buffer:
+        """Lays out a copy in a free buffer.
+
+        Raises:
+            CheckpointError: there is no room.
+        """
+        self.sweep()
+        while (buffer := self.buffers.begin(step, contents)) is None:
+            if not self._given_up:
+                raise CheckpointError(
+                    f"no room in host memory for the save of step {step}: earlier ones are still "
+                    "being written; allow more (--resilient-checkpoint-memory-gib) or save less "
+                    "often"
+                )
+            # A worker that does not get on is given up in the end, and its buffer is free then.
+            time.sleep(_WAIT_SECONDS)
+            self.sweep()
+        return buffer
 
     def write(self, buffer: Buffer, files: tuple[FileJob, ...]) -> int:
         """Has the worker write files from a buffer; returns the number of the job."""
