@@ -153,23 +153,6 @@ class CheckpointConfig:
         for name in ("experts", "snapshot_experts", "lost_tokens", "memory_gib", "keep"):
             _at_least(f"checkpoint_{name}", getattr(self, f"checkpoint_{name}"), 0)
         _at_least("checkpoint_stall_seconds", self.checkpoint_stall_seconds, 1)
-        if self.checkpoint_exact and self.checkpoint_experts:
-            raise ConfigError(
-                f"--resilient-checkpoint-exact excludes --resilient-checkpoint-experts "
-                f"{self.checkpoint_experts}: drop one of them"
-            )
-        partial = [
-            flag
-            for flag, is_set in (
-                ("experts", self.checkpoint_experts),
-                ("exact", self.checkpoint_exact),
-            )
-            if is_set
-        ]
-        if partial and self.checkpoint_format != "experts":
-            raise ConfigError(
-                f"--resilient-checkpoint-{partial[0]} needs --resilient-checkpoint-format experts"
-            )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,18 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: a flag that cannot be combined with this format.
     """
+    partial = args.resilient_checkpoint_experts
+    if partial and args.resilient_checkpoint_exact:
+        raise ConfigError(
+            f"--resilient-checkpoint-exact excludes --resilient-checkpoint-experts {partial}: "
+            "drop one of them"
+        )
     if args.resilient_checkpoint_format != "experts":
+        if partial or args.resilient_checkpoint_exact:
+            flag = f"experts {partial}" if partial else "exact"
+            raise ConfigError(
+                f"--resilient-checkpoint-{flag} needs --resilient-checkpoint-format experts"
+            )
         return
     for name, in_the_way, why in _REFUSED:
         value = getattr(args, name, None)
@@ -35,14 +46,13 @@ def check(args: argparse.Namespace) -> None:
                 f"{why}"
             )
     if not args.num_experts:
-        if args.resilient_checkpoint_experts:
+        if partial:
             raise ConfigError(
-                f"--resilient-checkpoint-experts {args.resilient_checkpoint_experts}: the model "
-                "has no experts; pass --num-experts"
+                f"--resilient-checkpoint-experts {partial}: the model has no experts; pass "
+                "--num-experts"
             )
         return
-    if args.resilient_checkpoint_experts > args.num_experts:
+    if partial > args.num_experts:
         raise ConfigError(
-            f"--resilient-checkpoint-experts {args.resilient_checkpoint_experts}: a layer has "
-            f"{args.num_experts}; 0 saves all"
+            f"--resilient-checkpoint-experts {partial}: a layer has {args.num_experts}; 0 saves all"
         )

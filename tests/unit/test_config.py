@@ -27,11 +27,21 @@ FLAGS = {
     "--resilient-require-exact": (None, False),
     "--resilient-mirror": (None, True),
     "--resilient-fault": (str, None),
+    "--resilient-checkpoint-format": (str, "torch_dist"),
+    "--resilient-checkpoint-experts": (int, 0),
+    "--resilient-checkpoint-snapshot-experts": (int, 0),
+    "--resilient-checkpoint-exact": (None, False),
+    "--resilient-checkpoint-selection": (str, "sequential"),
+    "--resilient-checkpoint-masters": (str, "selected"),
+    "--resilient-checkpoint-lost-tokens": (float, 0.0375),
+    "--resilient-checkpoint-memory-gib": (float, 0.0),
+    "--resilient-checkpoint-keep": (int, 2),
+    "--resilient-checkpoint-stall-seconds": (float, 60.0),
     "--resilient-run-dir": (str, None),
     "--resilient-expert-load-interval": (int, 10),
 }
 NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind in (int, float)]
-LEAST = {"--resilient-min-replicas": 1}
+LEAST = {"--resilient-min-replicas": 1, "--resilient-checkpoint-stall-seconds": 1}
 
 
 def parse(*argv: str) -> ResilientConfig:
@@ -79,7 +89,8 @@ def test_no_flags_mean_the_defaults():
 def test_each_flag_reaches_its_own_field():
     for name, section in config.SECTIONS.items():
         for field in dataclasses.fields(section):
-            flag, value = flag_name(field), "cpu" if field.name == "device" else "7"
+            flag, choices = flag_name(field), field.metadata["choices"]
+            value = choices[1] if choices else "7"
             kind = FLAGS[flag][0]
             if kind is None:  # a switch
                 switched = not field.default

@@ -27,6 +27,7 @@ ARGS = {
     "optimizer": "adam",
     "use_distributed_optimizer": False,
     "dist_ckpt_optim_fully_reshardable": False,
+    "resilient_checkpoint_format": "torch_dist",
     "save": None,
     "load": None,
 }
