@@ -346,6 +346,7 @@ class Life:
         }
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(ACTIONS, min_size=3, max_size=10))
 def test_every_manifest_stays_whole_whatever_happens(actions):
