@@ -16,7 +16,7 @@ from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint import gc
 from megatron_resilient.checkpoint.choose import adopt, choose
 from megatron_resilient.checkpoint.lock import RunLock, holder
-from megatron_resilient.checkpoint.manifest import Manifest
+from megatron_resilient.checkpoint.manifest import Expert, Manifest
 from megatron_resilient.checkpoint.verify import damage
 from megatron_resilient.errors import CheckpointError
 from tests.support.checkpoints import ALL, MODEL, file_of, manifest_of, save, series, write_data
@@ -225,16 +225,22 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing after it runs, but what a kernel would do does."""
 
 
+EXPERT_SETS = st.sets(st.sampled_from(ALL), max_size=3)
+KEEP = st.tuples(st.one_of(st.none(), st.integers(1, 3)), st.one_of(st.none(), st.integers(2, 3)))
 ACTIONS = st.one_of(
-    st.tuples(st.just("save"), st.sets(st.sampled_from(ALL)), st.booleans()),
+    # experts, what is collected while it writes, whether it gets as far as its manifest
+    st.tuples(st.just("save"), EXPERT_SETS, st.one_of(st.none(), KEEP), st.sampled_from("yyyn")),
+    # what is kept, after how many deletions it is killed
+    st.tuples(st.just("collect"), KEEP, st.one_of(st.none(), st.integers(0, 30))),
+    # whether somebody collects before the next run
+    st.tuples(st.just("crash"), st.booleans()),
+    # which checkpoint, the newest first; which of its files; how
     st.tuples(
-        st.just("collect"),
-        st.one_of(st.none(), st.integers(1, 3)),
-        st.one_of(st.none(), st.integers(2, 3)),
-        st.one_of(st.none(), st.integers(0, 30)),
+        st.just("harm"),
+        st.integers(0, 2),
+        st.one_of(st.none(), st.sampled_from(ALL)),
+        st.sampled_from(["missing", "flipped"]),
     ),
-    st.tuples(st.just("crash"), st.integers(0, 1)),
-    st.tuples(st.just("harm"), st.integers(0, 3), st.integers(0, 12)),
 )
 
 
@@ -245,40 +251,41 @@ class Life:
         self.directory = directory
         self.step = 0
         self.base: Manifest | None = None
-        self.harmed: set[str] = set()
         self.nonce = 0
         self.lock: RunLock | None = None
         self.start()
 
     def start(self) -> None:
+        """A run begins: it restores what it can, or begins anew."""
         self.lock = RunLock.begin(self.directory, f"run{self.nonce}")
-        self.base = None
-        if places.manifests(self.directory):
-            try:
-                chosen = choose(self.directory, MODEL)
-            except CheckpointError:
-                for step in places.manifests(self.directory):
-                    places.retire_manifest(self.directory, step)
-            else:
-                adopt(self.directory, chosen)
-                self.base = chosen.manifest
-                self.step = chosen.manifest.step
+        self.base, self.step = None, 0
+        try:
+            chosen = choose(self.directory, MODEL)
+        except CheckpointError:
+            for step in places.manifests(self.directory):
+                places.retire_manifest(self.directory, step)
+        else:
+            adopt(self.directory, chosen)
+            self.base, self.step = chosen.manifest, chosen.manifest.step
         self.lock.ready()
 
-    def save(self, experts: set, finishes: bool) -> None:
+    def save(self, experts: set, keep: tuple | None, finishes: str) -> None:
         self.step += 1
         self.nonce += 1
         chosen = sorted(experts) if self.base is not None else ALL
         files = write_data(self.directory, self.step, f"n{self.nonce}", chosen)
-        if finishes:
+        if keep is not None:
+            self.collect(keep, None)
+        if finishes == "y":
             made = manifest_of(self.step, files, self.base)
+            # Refused if anything is missing: what it builds on, or what it has just written.
             places.write_manifest(self.directory, made)
+            assert not damage(self.directory, made)
             self.base = made
 
-    def collect(
-        self, keep_last: int | None, keep_every: int | None, dies_after: int | None
-    ) -> None:
-        before = self.whole()
+    def collect(self, keep: tuple, dies_after: int | None) -> None:
+        keep_last, keep_every = keep
+        before, there = self.whole(), self.whole(deep=False)
         left = [dies_after]
 
         def gone(_: str) -> None:
@@ -293,20 +300,18 @@ class Life:
         except Killed:
             pass
         after = set(places.manifests(self.directory))
-        # What was whole and is still there is whole, and the newest whole ones are there.
+        # What was whole and is still there is whole, and what was to be kept is still there.
         assert before & after <= self.whole()
         if keep_last is not None:
-            assert set(sorted(before, reverse=True)[:keep_last]) <= after
+            assert set(sorted(there, reverse=True)[:keep_last]) <= after
         if keep_every is not None:
             assert {step for step in before if step % keep_every == 0} <= after
         if keep_last is None and keep_every is None:
             assert before <= after
         if self.base is not None:
             assert self.base.step in after
-            for file in self.base.files:
-                assert (self.directory / file.path).exists() or file.path in self.harmed
 
-    def crash(self, collects: int) -> None:
+    def crash(self, collects: bool) -> None:
         assert self.lock is not None
         self.lock.release()
         if collects:
@@ -315,32 +320,39 @@ class Life:
         self.nonce += 1
         self.start()
 
-    def harm(self, which: int, place: int) -> None:
+    def harm(self, which: int, expert: Expert | None, how: str) -> None:
+        """A file of a checkpoint is damaged; the run ends, and the next one finds it."""
         steps = places.manifests(self.directory)
-        if not steps or self.base is None:
+        if not steps:
             return
-        path = places.manifest_path(self.directory, steps[which % len(steps)])
-        file = (files := places.read_manifest(path).files)[place % len(files)]
-        (self.directory / file.path).unlink(missing_ok=True)
-        self.harmed.add(file.path)
-        # A run that goes on would build on it; one that starts again finds it.
-        self.crash(0)
+        manifest = places.manifest_path(self.directory, steps[which % len(steps)])
+        path = self.directory / file_of(places.read_manifest(manifest), expert).path
+        if how == "missing" or not path.exists():
+            path.unlink(missing_ok=True)
+        else:
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        self.crash(False)
 
-    def whole(self) -> set[int]:
+    def whole(self, deep: bool = True) -> set[int]:
         return {
             step
             for step in places.manifests(self.directory)
             if not damage(
-                self.directory, places.read_manifest(places.manifest_path(self.directory, step))
+                self.directory,
+                places.read_manifest(places.manifest_path(self.directory, step)),
+                deep=deep,
             )
         }
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
-@given(st.lists(ACTIONS, max_size=14))
+@given(st.lists(ACTIONS, min_size=3, max_size=10))
 def test_every_manifest_stays_whole_whatever_happens(actions):
     directory = Path(tempfile.mkdtemp())
     try:
+        series(directory)
         life = Life(directory)
         for name, *arguments in actions:
             getattr(life, name)(*arguments)

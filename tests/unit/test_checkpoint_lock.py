@@ -115,12 +115,15 @@ def test_a_run_is_over_when_the_last_of_its_processes_is(tmp_path, start, way):
         assert holder(tmp_path).run == "two"
 
 
-def test_the_same_run_can_begin_again_while_others_of_it_live(start):
+def test_the_same_run_can_begin_again_while_others_of_it_live(tmp_path, start):
     first, second, third = start(), start(), start()
     assert first.ask("begin", "one") == "ok"
+    assert first.ask("ready") == "ok"
     assert second.ask("join", "one") == "ok"
     first.kill()
     assert third.ask("begin", "one") == "ok"
+    # It is in the middle of training still.
+    assert holder(tmp_path).state == lock.RUNNING
 
 
 def test_nobody_joins_what_nobody_began(tmp_path):
