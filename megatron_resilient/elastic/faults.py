@@ -40,7 +40,10 @@ PHASES = (
     "committed",  # just after it: nothing is updated yet
     "updated",  # weights are updated
     "evaluate",
-    "save",
+    "save",  # a save begins
+    "copied",  # per-expert saves: the copy is complete
+    "written",  # per-expert saves: all files are there, the manifest is not
+    "saved",  # per-expert saves: the manifest is there
     "migration",  # experts are being moved
     "recovery",  # a new generation is formed, nothing is built
     "refill",  # the new model is built, state is about to be copied

@@ -36,6 +36,7 @@ from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore.checkpointing.contents import Contents, identity
 from megatron_resilient.mcore.checkpointing.layout import Kinds, Layout
 from megatron_resilient.mcore.checkpointing.storage import Storage
+from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.recovery.arrays import Arrays
 
 _POLL_SECONDS = 0.01
@@ -182,6 +183,7 @@ class Saver:
         else:
             self._storage.buffers.filled(save.buffer)
         self._advance(self._pending[0])
+        faults.point("copied")
 
     def poll(self) -> list[Saved]:
         """Looks how far saves have come, between two steps. Collective while one is on its way.
@@ -319,6 +321,7 @@ class Saver:
 
     def _write_manifest(self, save: Save) -> None:
         """Has rank 0 write the manifest. Collective."""
+        faults.point("written")
         told = gather_json([_file_to_plain(file) for file in save.written or ()])
         save.all_written = [_file_from_plain(each) for own in told for each in own]
         if dist.get_rank() == 0:
@@ -334,7 +337,12 @@ class Saver:
             assert storage.base is not None
             base = places.read_manifest(places.manifest_path(storage.directory, storage.base))
             new = {(s.key, s.kind) for file in save.all_written for s in file.stretches}
-            kept = [f for f in base.files if not any((s.key, s.kind) in new for s in f.stretches)]
+            kept = [
+                file
+                for file in base.files
+                if file.expert is not None
+                and not any((each.key, each.kind) in new for each in file.stretches)
+            ]
         from megatron.training import get_args
 
         manifest = Manifest(
@@ -361,6 +369,7 @@ class Saver:
         assert save.all_written is not None
         self._storage.durable(save.step, save.buffer)
         size = sum(file.bytes for file in save.all_written)
+        faults.point("saved")
         return self._ended(save, None, size)
 
     def _fail(self, save: Save) -> Saved:
