@@ -22,6 +22,7 @@ from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.recovery import faults, rejoin, session, steps
 from megatron_resilient.mcore.replica_arguments import memory_table
 from megatron_resilient.mcore.replica_check import check_replicas
+from megatron_resilient.mcore.replica_gradients import sum_gradients_of
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
@@ -175,7 +176,7 @@ class _ReplicaHooks:
         config = config_from_args(get_args()).replicas
         if rejoined is None:
             print_rank_0("\n".join(memory_table(get_args(), config)))
-        replicas.sum_gradients_of(layers, get_model_config(model[0]))
+        sum_gradients_of(layers, model, get_model_config(model[0]))
         rebalancer = Rebalancer(model, layers, optimizer, config)
         if rejoined is not None:
             rebalancer.loads = dict(rejoined.loads or {})
