@@ -92,3 +92,4 @@ def test_a_backward_pass_that_is_cut_short_leaves_no_sum_behind(pools, sum_repli
     assert pools.plugin.call(f"{PROBE}:sums_alive") == [0] * 4
     sum_replicas()
     pools.plugin.run(**run).ok()
+    assert pools.plugin.call(f"{PROBE}:sums_alive") == [0] * 4
