@@ -181,20 +181,26 @@ class _Bucket:
 
 def sum_gradients_of(
     layers: list[ReplicatedMoELayer], model: list[nn.Module], model_config: Any
-) -> None:
+) -> str | None:
     """Has the gradients of replicas summed before Megatron's optimizer steps.
 
     Args:
         layers: the replicated layers of this rank; at least one.
         model: the model chunks.
         model_config: the configuration from which the training loop takes its functions.
+
+    Returns:
+        Why they are summed after the backward pass only; None if they are summed during it.
     """
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     inner = model_config.finalize_model_grads_func or finalize_model_grads
     chunk: Any = model[0]
-    late = why_late(model_config, chunk.ddp_config, chunk.expt_dp_group.size()) is not None
-    model_config.finalize_model_grads_func = ReplicaGradients(layers, model, inner, late)
+    reason = why_late(model_config, chunk.ddp_config, chunk.expt_dp_group.size())
+    model_config.finalize_model_grads_func = ReplicaGradients(
+        layers, model, inner, late=reason is not None
+    )
+    return reason
 
 
 def _watch(

@@ -174,9 +174,11 @@ class _ReplicaHooks:
         if not layers or optimizer is None:
             return None
         config = config_from_args(get_args()).replicas
+        late = sum_gradients_of(layers, model, get_model_config(model[0]))
         if rejoined is None:
             print_rank_0("\n".join(memory_table(get_args(), config)))
-        sum_gradients_of(layers, model, get_model_config(model[0]))
+            if late is not None:
+                print_rank_0(f"replicas' gradients are summed after the backward pass: {late}")
         rebalancer = Rebalancer(model, layers, optimizer, config)
         if rejoined is not None:
             rebalancer.loads = dict(rejoined.loads or {})
