@@ -376,11 +376,34 @@ RELIES_ON = (
         ),
     ),
     *_of(
-        "mcore/replicas.py",
+        "mcore/replica_gradients.py",
         (
             "core.distributed.finalize_model_grads:finalize_model_grads",
             "after it, gradients of experts are final but for the sum over replicas; nothing in it "
-            "is not linear in them.",
+            "is not linear in them, and without a loss per token nothing but DDP changes them.",
+        ),
+        (
+            "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+            "multiplies gradients by gradient_scaling_factor once a step, when it sets "
+            "grad_reduce_handle or in finalize_model_grads; in a group of one rank nothing else.",
+        ),
+        (
+            "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
+            "where it clears grad_reduce_handle it sets grad_reduce_finished until the next step.",
+        ),
+        (
+            "core.distributed.distributed_data_parallel:DistributedDataParallel"
+            "._make_backward_post_hook",
+            "gradients are in main_grad when autograd has accumulated them.",
+        ),
+        (
+            "core.transformer.transformer_layer:TransformerLayer._forward_mlp",
+            "it calls an MoE layer once a microbatch, with hidden states first, or several times "
+            "with mlp_chunks_for_training.",
+        ),
+        (
+            "training.training:train_step",
+            "it runs get_num_microbatches() microbatches, each forward and backward.",
         ),
     ),
     *_of(

@@ -35,6 +35,7 @@ PHASES = (
     "begin",  # a step begins
     "forward",  # of the first microbatch
     "backward",  # gradients of the first microbatch are on their way
+    "replicas",  # gradients of replicas are on their way while the backward pass goes on
     "gradients",  # all gradients of this rank are computed and summed
     "commit",  # just before all agree on the step
     "committed",  # just after it: nothing is updated yet

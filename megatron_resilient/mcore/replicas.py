@@ -1,18 +1,15 @@
-"""The replicated MoE layers of a model: how they are built, found and kept in step."""
+"""The replicated MoE layers of a model: how they are built and found."""
 
-import itertools
 import os
 from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.training import get_args
 from torch import nn
 
 from megatron_resilient.algorithms.rank_plan import plan_layers
-from megatron_resilient.comm.replica_sum import ReplicaSum
 from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.config import config_from_args
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
@@ -66,46 +63,3 @@ def replicated_layers(model: list[nn.Module]) -> list[ReplicatedMoELayer]:
         if isinstance(module, ReplicatedMoELayer)
     ]
     return sorted(layers, key=lambda layer: layer.layer_number)
-
-
-class ReplicaGradients:
-    """Sums the gradients of replicas, all layers at once."""
-
-    def __init__(self, layers: list[ReplicatedMoELayer]):
-        self._layers = layers
-        self._planned_for: list[Holding] = []
-        self._sum: ReplicaSum | None = None
-
-    def __call__(self) -> None:
-        """Replaces each replica's gradient by the sum over the expert's replicas. Collective."""
-        kinds = [layer.parameters_by_kind() for layer in self._layers]
-        holdings = [layer.holding for layer in self._layers]
-        if self._sum is None or holdings != self._planned_for:
-            self._planned_for = holdings
-            self._sum = ReplicaSum(
-                [h for h, kind in zip(holdings, kinds, strict=True) for _ in kind],
-                [parameters[0].numel() for kind in kinds for parameters in kind.values()],
-                self._layers[0].ep_group,
-            )
-        parameters = itertools.chain.from_iterable(p for kind in kinds for p in kind.values())
-        self._sum([parameter.main_grad for parameter in parameters])
-
-
-def sum_gradients_of(layers: list[ReplicatedMoELayer], model_config: Any) -> None:
-    """Has the gradients of replicas summed where Megatron finalizes gradients.
-
-    Args:
-        layers: the replicated layers of this rank; at least one.
-        model_config: the configuration from which the training loop takes its functions.
-    """
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-
-    inner = model_config.finalize_model_grads_func or finalize_model_grads
-    sum_replicas = ReplicaGradients(layers)
-
-    def finalize(*args: Any, **kwargs: Any) -> None:
-        inner(*args, **kwargs)
-        with torch.no_grad():
-            sum_replicas()
-
-    model_config.finalize_model_grads_func = finalize

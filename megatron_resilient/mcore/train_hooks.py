@@ -28,6 +28,7 @@ from megatron_resilient.mcore.recovery import faults, rejoin, session, steps
 from megatron_resilient.mcore.recovery.progress import Progress
 from megatron_resilient.mcore.replica_arguments import memory_table
 from megatron_resilient.mcore.replica_check import check_replicas
+from megatron_resilient.mcore.replica_gradients import sum_gradients_of
 from megatron_resilient.mcore.run_record import RunRecord
 from megatron_resilient.patching import apply
 
@@ -240,9 +241,11 @@ class _ReplicaHooks:
         if not layers or optimizer is None:
             return None
         config = config_from_args(get_args()).replicas
+        late = sum_gradients_of(layers, model, get_model_config(model[0]))
         if rejoined is None:
             print_rank_0("\n".join(memory_table(get_args(), config)))
-        replicas.sum_gradients_of(layers, get_model_config(model[0]))
+            if late is not None:
+                print_rank_0(f"replicas' gradients are summed after the backward pass: {late}")
         rebalancer = Rebalancer(model, layers, optimizer, config)
         if rejoined is not None:
             rebalancer.loads = dict(rejoined.loads or {})

@@ -53,7 +53,7 @@ BUSY = {
         ),
         pytest.param(
             6,
-            "kill-node node=5 step=4 phase=backward; kill-node node=1 step=4 phase=recovery;"
+            "kill-node node=5 step=4 phase=replicas; kill-node node=1 step=4 phase=recovery;"
             "kill-node node=2 step=4 phase=refill",
             nodes_of(0, 3, 4),
             [3],

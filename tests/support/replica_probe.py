@@ -1,6 +1,7 @@
 """What tests of replicas call on the ranks of a pool."""
 
 import copy
+import gc
 
 import numpy as np
 import torch
@@ -27,6 +28,107 @@ def logical_weights(model, optimizer):
                     row = [layer.layer_number, f"{kind}, shard {shard}", int(expert)]
                     rows.append([*row, float(flat.abs().sum()), float(flat @ direction)])
     return rows
+
+
+def sum_replicas(early=True, broken_rank=None):
+    """Says how the next runs sum the gradients of replicas, until `restore_sums`.
+
+    Args:
+        early: layer by layer in the backward pass; else after it.
+        broken_rank: which rank raises where the others begin their first exchange.
+    """
+    from megatron_resilient.mcore import replica_gradients
+
+    restore_sums()
+    replica_gradients.BUCKET_BYTES = 1
+    if not early:
+        replica_gradients.why_late = lambda *_: "asked for"
+    start = replica_gradients._Bucket.start
+
+    def fail(self):
+        if dist.get_rank() == broken_rank:
+            raise RuntimeError("no exchange from here")
+        return start(self)
+
+    if broken_rank is not None:
+        replica_gradients._Bucket.start = fail
+
+
+def restore_sums():
+    """Brings back what the program does."""
+    for owner, name, value in _ORIGINALS or _originals():
+        setattr(owner, name, value)
+
+
+_ORIGINALS = []
+
+
+def _originals():
+    from megatron_resilient.mcore import replica_gradients
+
+    for owner, name in (
+        (replica_gradients, "BUCKET_BYTES"),
+        (replica_gradients, "why_late"),
+        (replica_gradients._Bucket, "start"),
+    ):
+        _ORIGINALS.append((owner, name, getattr(owner, name)))
+    return _ORIGINALS
+
+
+def sums_alive():
+    """Returns how many sums of a run that is over are still in memory."""
+    from megatron_resilient.comm.replica_sum import RunningSum
+    from megatron_resilient.mcore.replica_gradients import ReplicaGradients
+
+    gc.collect()
+    return sum(isinstance(one, ReplicaGradients | RunningSum) for one in gc.get_objects())
+
+
+def early_sums(model, optimizer):
+    """Returns [buckets begun in the last backward pass, slots without a gradient, weights]."""
+    from megatron.core.utils import get_model_config
+
+    from megatron_resilient.mcore.replicas import replicated_layers
+
+    early = get_model_config(model[0]).finalize_model_grads_func.started_early
+    idle = [
+        not parameter.main_grad.any()
+        for layer in replicated_layers(model)
+        for parameter in layer.parameters_by_kind()["linear_fc1.weight"]
+    ]
+    return [early, sum(map(bool, idle)), logical_weights(model, optimizer)]
+
+
+def order_in_backward(tokens, topk, recompute):
+    """Returns the order in which a layer's gradients become complete: experts' weights, input."""
+    from megatron.core.tensor_parallel.random import checkpoint
+
+    from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    config = _layer_config(ranks, 8, topk, "alltoall")
+    holding = [[(2 * r + i) % 8 for i in range(4)] for r in range(ranks)]
+    layer = _layer(ReplicatedMoELayer, config, 1, slots_per_rank=4, first_holding=holding)
+    layer.train()
+    order = []
+    for parameter in layer.experts.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
+
+    def watch(_, inputs):
+        if torch.is_grad_enabled():
+            inputs[0].register_hook(lambda _: order.append("input"))
+
+    layer.register_forward_pre_hook(watch)
+
+    def forward(hidden):
+        return layer(2 * hidden)[0]
+
+    hidden = torch.randn(
+        (tokens, 1, config.hidden_size), generator=torch.Generator().manual_seed(rank)
+    ).requires_grad_()
+    output = checkpoint(forward, False, hidden) if recompute else forward(hidden)
+    output.sum().backward()
+    return order
 
 
 def corrupt_a_replica(model, optimizer):
