@@ -42,9 +42,10 @@ PHASES = (
     "updated",  # weights are updated
     "evaluate",
     "save",  # a save begins
-    "copied",  # per-expert saves: the copy is complete
-    "written",  # per-expert saves: all files are there, the manifest is not
-    "saved",  # per-expert saves: the manifest is there
+    # Of a save in the per-expert format, whose step it is that counts:
+    "copied",  # the copy in host memory is complete
+    "written",  # all files are there, the manifest is not
+    "saved",  # the manifest is there
     "migration",  # experts are being moved
     "recovery",  # a new generation is formed, nothing is built
     "refill",  # the new model is built, state is about to be copied

@@ -58,16 +58,15 @@ def test_all_go_back_when_exactness_is_asked_for(start, reference, tmp_path):
 
 @pytest.mark.parametrize("phase", ["save", "copied", "written", "saved"])
 def test_everything_is_killed_in_a_save(start, reference, tmp_path, phase):
-    """SIGKILL to all nodes at once: they begin again from the last save that was whole."""
-    step = 9 if phase == "copied" else 8
-    faults = ";".join(f"kill-node node={node} step={step} phase={phase}" for node in (0, 1))
+    """SIGKILL to all processes: new ones begin from the last save that was whole."""
+    faults = ";".join(f"kill node={node} step=8 phase={phase}" for node in (0, 1))
     save = saving(tmp_path / "save", 4)
-    job = start(2, {"rejoin-after": 1}, **save, resilient_fault=faults).ok()
+    job = start(2, **save, resilient_fault=faults).ok()
     plain = reference(2)
     assert job.losses == pytest.approx(plain.losses, rel=1e-5)
     assert job.samples() == plain.samples()
-    assert [one["source"] for one in job.recoveries] == ["checkpoint"]
-    (recovery,) = job.recoveries
+    recovery = job.recoveries[0]  # the second node may join a little later
+    assert recovery["source"] == "checkpoint"
     assert recovery["step"] - 1 in ((4, 8) if phase in ("written", "saved") else (4,))
     assert_whole(tmp_path / "save")
 

@@ -183,7 +183,7 @@ class Saver:
         else:
             self._storage.buffers.filled(save.buffer)
         self._advance(self._pending[0])
-        faults.point("copied")
+        faults.point("copied", save.step)
 
     def poll(self) -> list[Saved]:
         """Looks how far saves have come, between two steps. Collective while one is on its way.
@@ -321,7 +321,7 @@ class Saver:
 
     def _write_manifest(self, save: Save) -> None:
         """Has rank 0 write the manifest. Collective."""
-        faults.point("written")
+        faults.point("written", save.step)
         told = gather_json([_file_to_plain(file) for file in save.written or ()])
         save.all_written = [_file_from_plain(each) for own in told for each in own]
         if dist.get_rank() == 0:
@@ -369,7 +369,7 @@ class Saver:
         assert save.all_written is not None
         self._storage.durable(save.step, save.buffer)
         size = sum(file.bytes for file in save.all_written)
-        faults.point("saved")
+        faults.point("saved", save.step)
         return self._ended(save, None, size)
 
     def _fail(self, save: Save) -> Saved:

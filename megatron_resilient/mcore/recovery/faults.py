@@ -24,10 +24,15 @@ def at_step(step: int) -> None:
     _step = step
 
 
-def point(phase: str) -> None:
-    """Says that the main thread is here; see `elastic.faults.PHASES`."""
+def point(phase: str, step: int | None = None) -> None:
+    """Says that the main thread is here; see `elastic.faults.PHASES`.
+
+    Args:
+        phase: of what it does.
+        step: to which that belongs; default: the one in progress.
+    """
     if _injector is not None:
-        _injector.point(phase, _step)
+        _injector.point(phase, _step if step is None else step)
 
 
 def in_microbatches(forward_step: Callable[..., Any]) -> Callable[..., Any]:
