@@ -52,6 +52,11 @@ def check(args: argparse.Namespace) -> None:
                 "--num-experts"
             )
         return
+    if partial and args.resilient_require_exact:
+        raise ConfigError(
+            f"--resilient-require-exact excludes --resilient-checkpoint-experts {partial}: a "
+            "partial checkpoint is none that all could go back to"
+        )
     if partial > args.num_experts:
         raise ConfigError(
             f"--resilient-checkpoint-experts {partial}: a layer has {args.num_experts}; 0 saves all"

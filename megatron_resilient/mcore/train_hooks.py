@@ -116,6 +116,7 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
         _record.after_step(seconds, result, _learning_rate(optimizer), replayed is not None)
         if _replicas is not None and replayed is None:
+            checkpoints.await_copy()  # experts may be moved
             _replicas.after_step(_record, seconds)
         if elastic is not None:
             steps.recorded(elastic, _record, _replicas.rebalancer.loads if _replicas else {})

@@ -11,6 +11,7 @@ ARGS = {
     "resilient_checkpoint_format": "experts",
     "resilient_checkpoint_experts": 0,
     "resilient_checkpoint_exact": False,
+    "resilient_require_exact": False,
     "num_experts": 8,
     "optimizer": "adam",
 }
@@ -45,6 +46,10 @@ def test_what_can_be_combined(changes):
         (
             {"resilient_checkpoint_format": "torch_dist", "resilient_checkpoint_exact": True},
             "--resilient-checkpoint-exact needs --resilient-checkpoint-format experts",
+        ),
+        (
+            {"resilient_require_exact": True, "resilient_checkpoint_experts": 1},
+            "--resilient-require-exact excludes --resilient-checkpoint-experts 1",
         ),
         ({"num_experts": None, "resilient_checkpoint_experts": 1}, "the model has no experts"),
         ({"resilient_checkpoint_experts": 9}, "--resilient-checkpoint-experts 9: a layer has 8"),

@@ -11,7 +11,7 @@ from megatron.training import get_args
 
 from megatron_resilient.algorithms.refill_plan import Piece, plan_refill
 from megatron_resilient.checkpoint.choose import Chosen
-from megatron_resilient.checkpoint.manifest import Manifest
+from megatron_resilient.checkpoint.manifest import Expert, Manifest, Stretch, expert_of
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.pieces import exchange
 from megatron_resilient.comm.transfer import Holding
@@ -23,6 +23,7 @@ from megatron_resilient.mcore.checkpointing.contents import (
     identity,
     random_key,
 )
+from megatron_resilient.mcore.checkpointing.memory import InMemory, whole_experts
 from megatron_resilient.mcore.checkpointing.reading import Reading, choose_together
 from megatron_resilient.mcore.optimizer_state import tag_shared
 from megatron_resilient.mcore.recovery.arrays import Arrays, owned, set_random_state
@@ -41,14 +42,18 @@ class Loaded:
         chosen: the checkpoint, and what had to be passed over.
         step: from which training goes on; 0 for finetuning.
         bytes: read from storage, all ranks together.
+        newer: experts that came from a snapshot in memory, newer than what was written.
     """
 
     chosen: Chosen
     step: int
     bytes: int
+    newer: frozenset[Expert]
 
 
-def load(directory: Path, contents: Contents, place: bool) -> Loaded:
+def load(
+    directory: Path, contents: Contents, place: bool, memory: InMemory | None = None
+) -> Loaded:
     """Loads the newest checkpoint that is whole. Collective over all ranks.
 
     Megatron's --finetune, --no-load-optim, --no-load-rng and --ckpt-step mean what they mean there.
@@ -57,12 +62,13 @@ def load(directory: Path, contents: Contents, place: bool) -> Loaded:
         directory: of the checkpoints.
         contents: of a model and an optimizer that have made no step.
         place: give layers the placement of the checkpoint where it fits: sums keep their order.
+        memory: what this rank still has of its newest save.
 
     Raises:
         CheckpointError: nothing there can be used; nothing has changed then.
     """
     args = get_args()
-    chosen, reading = choose_together(directory, identity(args), args.ckpt_step)
+    chosen, reading = choose_together(directory, identity(args), args.ckpt_step, memory)
     manifest = chosen.manifest
     if place:
         _place(contents, manifest)
@@ -70,7 +76,8 @@ def load(directory: Path, contents: Contents, place: bool) -> Loaded:
     if with_optimizer:
         prepare_moments(owned(contents.model, contents.optimizer), manifest.state["counts"])
     target = _by_kind(contents.arrays())
-    sources = _sources(reading, manifest)
+    newer, beside = _in_memory_only(reading, manifest)
+    sources = _sources(reading, manifest, newer, beside)
     wanted = [
         piece
         for piece in target.pieces()
@@ -94,7 +101,8 @@ def load(directory: Path, contents: Contents, place: bool) -> Loaded:
         for line in chosen.warnings():
             print(f"WARNING: {line}", flush=True)
     step = 0 if args.finetune else progress.step
-    return Loaded(chosen, step, sum(file.bytes for file in manifest.files))
+    read = sum(file.bytes for file in manifest.files if file.path not in reading.from_memory)
+    return Loaded(chosen, step, read, frozenset(newer))
 
 
 def _place(contents: Contents, manifest: Manifest) -> None:
@@ -124,12 +132,37 @@ def _by_kind(arrays: Arrays) -> Arrays:
     return found
 
 
-def _sources(reading: Reading, manifest: Manifest) -> Arrays:
-    """Returns what this rank read of the files that the manifest names."""
+def _in_memory_only(
+    reading: Reading, manifest: Manifest
+) -> tuple[set[Expert], dict[Stretch, torch.Tensor]]:
+    """Finds experts of the manifest's step that snapshots have and files have not. Collective.
+
+    Returns:
+        (the experts, what this rank has of them).
+    """
+    memory = reading.memory
+    own = memory.beside() if memory is not None and memory.step == manifest.step else []
+    told = [Stretch(*each) for each_rank in gather_json(own) for each in each_rank]
+    newer = whole_experts(told, manifest.arrays) if told else set()
+    wanted = [each for each in own if expert_of(each.key) in newer]
+    return newer, memory.tensors(wanted) if memory is not None and wanted else {}
+
+
+def _sources(
+    reading: Reading,
+    manifest: Manifest,
+    newer: set[Expert],
+    beside: dict[Stretch, torch.Tensor],
+) -> Arrays:
+    """Returns what this rank has of the checkpoint: read, or in memory."""
     sources = Arrays()
     for file in manifest.files:
-        for stretch, tensor in reading.contents.pop(file.path, {}).items():
-            sources.add(f"{stretch.key}|{stretch.kind}", stretch.start, {"value": tensor})
+        found = reading.contents.pop(file.path, {})
+        if file.expert is None or file.expert not in newer:
+            for stretch, tensor in found.items():
+                sources.add(f"{stretch.key}|{stretch.kind}", stretch.start, {"value": tensor})
+    for stretch, tensor in beside.items():
+        sources.add(f"{stretch.key}|{stretch.kind}", stretch.start, {"value": tensor})
     reading.contents.clear()
     return sources
 

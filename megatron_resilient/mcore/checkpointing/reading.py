@@ -1,6 +1,6 @@
 """Chooses a checkpoint and reads it, all ranks together: every byte leaves storage once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from megatron_resilient.checkpoint.verify import Damage
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore.checkpointing.contents import TORCH_DTYPES
+from megatron_resilient.mcore.checkpointing.memory import InMemory
 
 
 @dataclass
@@ -25,15 +26,19 @@ class Reading:
 
     Attributes:
         directory: of the checkpoints.
-        contents: {path of a file: its stretches}, of the files that this rank read.
+        memory: the newest save as it still is in this rank's memory.
+        contents: {path of a file: its stretches}, of the files that this rank has read.
+        from_memory: paths of files that some rank had in memory.
     """
 
     directory: Path
+    memory: InMemory | None = None
     contents: dict[str, dict[Stretch, torch.Tensor]] = field(default_factory=dict)
+    from_memory: set[str] = field(default_factory=set)
 
 
 def choose_together(
-    directory: Path, model: dict[str, Any], step: int | None
+    directory: Path, model: dict[str, Any], step: int | None, memory: InMemory | None
 ) -> tuple[Chosen, Reading]:
     """Finds the newest checkpoint that is whole. Collective over all ranks.
 
@@ -43,12 +48,13 @@ def choose_together(
     Args:
         directory: of the checkpoints.
         model: what must be equal; see `contents.identity`.
-        step: of the checkpoint; None for the newest.
+        step: the newest that may be chosen; None: any.
+        memory: what this rank still has in memory; it is not read from storage.
 
     Raises:
         CheckpointError: there is none, or it is of another model; the same on every rank.
     """
-    reading = Reading(directory)
+    reading = Reading(directory, memory if memory is not None and memory.is_there else None)
     if dist.get_rank():
         return _serve(reading), reading
     try:
@@ -88,12 +94,21 @@ def _read_share(reading: Reading, manifest: Manifest, paths: Sequence[str]) -> l
     """Reads this rank's share of some files, and hears of the damage that all ranks found."""
     wanted = set(paths)
     files = [file for file in manifest.files if file.path in wanted]
+    memory = reading.memory
+    readers = _holders(wanted.intersection(memory.files) if memory else ())
+    reading.from_memory |= readers.keys()
     load = [0] * dist.get_world_size()
     damaged = []
     for file in sorted(files, key=lambda file: (-file.bytes, file.path)):
-        reader = min(range(len(load)), key=lambda rank: (load[rank], rank))
-        load[reader] += file.bytes
+        reader = readers.get(file.path)
+        if reader is None:
+            reader = min(range(len(load)), key=lambda rank: (load[rank], rank))
+            load[reader] += file.bytes
         if reader != dist.get_rank():
+            continue
+        if file.path in readers:
+            assert memory is not None
+            reading.contents[file.path] = memory.tensors(file.stretches)
             continue
         path = reading.directory / file.path
         try:
@@ -106,6 +121,12 @@ def _read_share(reading: Reading, manifest: Manifest, paths: Sequence[str]) -> l
             }
     by_path = {file.path: file for file in files}
     return [Damage.of(by_path[path], why) for told in gather_json(damaged) for path, why in told]
+
+
+def _holders(own: Iterable[str]) -> dict[str, int]:
+    """Returns {path: the first rank that has it in memory}. Collective."""
+    told = gather_json(sorted(own))
+    return {path: rank for rank in reversed(range(len(told))) for path in told[rank]}
 
 
 def _tensor(view: memoryview, dtype: str) -> torch.Tensor:

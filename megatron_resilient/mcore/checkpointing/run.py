@@ -99,7 +99,9 @@ def load_into(directory: Path, contents: Contents, goes_back: bool) -> Loaded:
     Raises:
         CheckpointError: there is none that can be used.
     """
-    loaded = load(directory, contents, place=goes_back)
+    own = _storage is not None and directory.resolve() == _storage.directory.resolve()
+    memory = _storage.memory if own and _storage is not None else None
+    loaded = load(directory, contents, place=goes_back, memory=memory)
     if goes_back and _storage is not None and not get_args().finetune:
         _resume(_storage, directory, loaded)
     return loaded
@@ -109,11 +111,20 @@ def _resume(storage: Storage, directory: Path, loaded: Loaded) -> None:
     args = get_args()
     chosen = loaded.chosen
     planned = args.train_iters * args.global_batch_size * args.seq_length
-    lost, share = storage.resume(chosen, planned * (args.moe_router_topk or 1))
+    lost, share = storage.resume(
+        directory, chosen, planned * (args.moe_router_topk or 1), loaded.newer
+    )
     if lost and dist.get_rank() == 0:
         print(
             f"WARNING: experts of the checkpoint of step {loaded.step} are of older steps: the "
             f"updates of {lost:,} token-expert pairs are lost, {share:.2%} of the planned training",
+            flush=True,
+        )
+    raised = storage.adapt_k(share, loaded.step, args.save_interval, args.train_iters)
+    if raised is not None and dist.get_rank() == 0:
+        print(
+            f"partial saves write {raised} experts of each layer from now on: otherwise more than "
+            "--resilient-checkpoint-lost-tokens would be lost",
             flush=True,
         )
     storage.base = None
@@ -182,6 +193,12 @@ def save(step: int, progress: dict[str, Any]) -> str:
         loads = {}
     _generation.say(_generation.saver.save(step, progress, loads))
     return str(places.manifest_path(_storage.directory, step))
+
+
+def await_copy() -> None:
+    """Waits until nobody copies from the model's memory any more. Local."""
+    if _generation is not None:
+        _generation.saver.before_update()
 
 
 def poll() -> None:

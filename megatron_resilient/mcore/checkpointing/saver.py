@@ -367,7 +367,7 @@ class Saver:
         self._pending.remove(save)
         assert save.buffer is not None
         assert save.all_written is not None
-        self._storage.durable(save.step, save.buffer)
+        self._storage.durable(save.step, save.buffer, dict(save.files))
         size = sum(file.bytes for file in save.all_written)
         faults.point("saved", save.step)
         return self._ended(save, None, size)

@@ -1,16 +1,17 @@
 """What a process has of its saves over all generations: folder, lock, buffers, worker, counts."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_resilient.algorithms.expert_selection import TwoLevels
 from megatron_resilient.algorithms.lost_tokens import DynamicK, TokenLedger
+from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint.buffers import Buffer, Buffers
 from megatron_resilient.checkpoint.choose import Chosen
 from megatron_resilient.checkpoint.lock import RunLock
-from megatron_resilient.checkpoint.manifest import Stretch
+from megatron_resilient.checkpoint.manifest import Expert, Stretch
 from megatron_resilient.checkpoint.writer import (
     FileJob,
     Result,
@@ -21,6 +22,7 @@ from megatron_resilient.checkpoint.writer import (
 from megatron_resilient.config import CheckpointConfig
 from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore.checkpointing.layout import Layout
+from megatron_resilient.mcore.checkpointing.memory import InMemory
 
 _WAIT_SECONDS = 0.02
 
@@ -41,6 +43,7 @@ class Storage:
             save has all experts.
         saves: saves that were begun.
         ledger: tokens routed and saved.
+        memory: the newest durable save as it still is in memory, if it is.
     """
 
     def __init__(self, directory: Path, run: str, config: CheckpointConfig, first: bool) -> None:
@@ -57,6 +60,8 @@ class Storage:
         self.saves = 0
         self.ledger = TokenLedger(0, 0)
         self._k: DynamicK | None = None
+        self._faults = 0  # restores from a checkpoint
+        self.memory: InMemory | None = None
         self._jobs = 0
         self._results: dict[int, Result] = {}
         self._given_up: dict[int, Buffer] = {}  # by the job that still reads it
@@ -97,13 +102,15 @@ class Storage:
         return {
             "saves": self.saves + 1,
             "masters": self.masters,
+            "faults": self._faults,
             "tokens": self.ledger.to_plain(),
             "dynamic_k": self._k.to_plain() if self._k else None,
         }
 
-    def durable(self, step: int, buffer: Buffer) -> None:
+    def durable(self, step: int, buffer: Buffer, files: Mapping[str, tuple[Stretch, ...]]) -> None:
         """Notes that a save is there."""
         self.buffers.persisted(buffer)
+        self.memory = InMemory(buffer, step, files)
         self.ledger.persisted(step)
         self.base = step
 
@@ -166,6 +173,7 @@ class Storage:
             "run": self.run,
             "base": self.base,
             "saves": self.saves,
+            "faults": self._faults,
             "tokens": self.ledger.to_plain(),
             "dynamic_k": self._k.to_plain() if self._k else None,
         }
@@ -173,15 +181,20 @@ class Storage:
     def adopt(self, facts: Mapping[str, Any]) -> None:
         """Takes over what another process of the run knows."""
         self.base, self.saves = facts["base"], facts["saves"]
+        self._faults = facts["faults"]
         self.ledger = TokenLedger.from_plain(facts["tokens"])
         self._k = DynamicK.from_plain(facts["dynamic_k"]) if facts["dynamic_k"] else None
 
-    def resume(self, chosen: Chosen, planned: int) -> tuple[int, float]:
+    def resume(
+        self, directory: Path, chosen: Chosen, planned: int, newer: Collection[Expert]
+    ) -> tuple[int, float]:
         """Goes on from a checkpoint; its experts may be of older steps than the rest.
 
         Args:
+            directory: in which that is.
             chosen: the checkpoint.
             planned: tokens, times top-k, that a layer will have routed at the end of training.
+            newer: experts that are of its own step, whatever it says.
 
         Returns:
             (tokens whose updates were lost with this restore, as part of all that are planned).
@@ -189,14 +202,57 @@ class Storage:
         plain = chosen.manifest.state
         self.saves = plain["saves"]
         self.ledger = TokenLedger.from_plain(plain["tokens"])
-        lost = self.ledger.lost(planned=[planned] * len(self.ledger.routed))
+        layers = sorted({layer for layer, _ in chosen.manifest.experts()})
+        marks = {
+            (layers.index(layer), expert): self.ledger.routed[layers.index(layer)][expert]
+            for layer, expert in newer
+        }
+        marks |= _marks_of_replaced(directory, chosen, layers)
+        lost = self.ledger.lost(marks, planned=[planned] * len(self.ledger.routed))
         self.ledger.restored()
         if plain["dynamic_k"]:
             self._k = DynamicK.from_plain(plain["dynamic_k"])
+        self._faults = plain["faults"] + 1
         return sum(map(sum, lost.tokens)), lost.share
+
+    def adapt_k(self, share: float, step: int, interval: int, total_steps: int) -> int | None:
+        """Has saves write more experts if faults as frequent as so far would lose too many tokens.
+
+        Args:
+            share: of the planned tokens, that a restore has lost.
+            step: from which training goes on.
+            interval: steps between two saves.
+            total_steps: of the whole training.
+
+        Returns:
+            The new number of experts, None if it stays.
+        """
+        if self._k is None or not self._k.limit:
+            return None
+        before = self._k.k
+        remaining = self._faults * max(0, total_steps - step) / max(1, step)
+        after = self._k.on_fault(share, interval, total_steps, remaining)
+        return after if after != before else None
 
     def close(self) -> None:
         """Ends the worker and lets the folder go."""
         self.writer.close()
         self.buffers.close()
         self.lock.release()
+
+
+def _marks_of_replaced(
+    directory: Path, chosen: Chosen, layers: list[int]
+) -> dict[tuple[int, int], int]:
+    """Returns how many tokens the experts had had that were put in the place of damaged ones."""
+    marks = {}
+    for each in chosen.replaced:
+        for step in places.manifests(directory):
+            if step >= chosen.manifest.step:  # what it says may be changed at this moment
+                continue
+            manifest = places.read_manifest(places.manifest_path(directory, step))
+            if manifest.experts().get((each.layer, each.expert)) == each.to_step:
+                place = layers.index(each.layer), each.expert
+                marks[place] = manifest.state["tokens"]["persist"][place[0]][place[1]]
+                break
+    return marks
