@@ -6,10 +6,12 @@ and have room for three times as many, so that each is on two nodes at least and
 First one node is killed in mid-run: the others go on from memory with the next step, and take the
 node in again when it comes back. Later all nodes are killed, as if the power had failed, and a
 second job goes on from the last checkpoint. The steps that had been done after that checkpoint are
-done again: their losses must be the same to the last bit.
+done again: their losses must be the same to the last bit. From there on saves are partial: two of
+eight experts each. At last the file of one expert is damaged, and a third job finds that out, takes
+the version before, and says what that lost.
 
-Ends with a table and status 0 if no step was lost with the node, the resume was exact and the loss
-fell, else with status 1.
+Ends with a table and status 0 if no step was lost with the node, the resume was exact, the damage
+was found and the loss fell, else with status 1.
 """
 
 import argparse
@@ -24,12 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_result import Result, recovery_line
+from demo_result import Result, loaded_line, recovery_line
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from training_job import TrainingJob
 
+from megatron_resilient.checkpoint.directory import manifest_path, manifests, read_manifest
+from megatron_resilient.checkpoint.manifest import Manifest
 from megatron_resilient.telemetry import Event, read_events
 from megatron_resilient.telemetry.summary import MAIN_LOSS
 
@@ -59,6 +63,8 @@ class Size:
     node_killed_step: int  # one node is killed when this step is done
     saved_step: int  # the first job goes on after it without another save
     killed_step: int  # the first job is killed when this one is done
+    partial_steps: int  # between two saves of the second job, of two experts a layer each
+    last_steps: int  # of the third job, which finds damage
     evaluation_interval_steps: int
     shown_interval_steps: int
 
@@ -71,6 +77,8 @@ FULL = Size(
     node_killed_step=80,
     saved_step=200,
     killed_step=215,
+    partial_steps=50,
+    last_steps=10,
     evaluation_interval_steps=30,
     shown_interval_steps=25,
 )
@@ -82,6 +90,8 @@ QUICK = Size(
     node_killed_step=5,
     saved_step=40,
     killed_step=45,
+    partial_steps=10,
+    last_steps=4,
     evaluation_interval_steps=11,
     shown_interval_steps=10,
 )
@@ -166,7 +176,7 @@ def training_flags(size: Size, folder: Folder) -> list[str]:
         "resilient-check-replicas-interval": size.saved_step // 4,
         "micro-batch-size": 2,
         "global-batch-size": 2 * NODES,
-        "train-iters": size.steps,
+        "train-iters": size.steps + size.last_steps,
         "lr": 3e-3,
         "min-lr": 1e-4,
         "lr-decay-style": "cosine",
@@ -179,7 +189,7 @@ def training_flags(size: Size, folder: Folder) -> list[str]:
         "tokenizer-model": folder.data.with_suffix(".model"),
         "save": folder.checkpoints,
         "load": folder.checkpoints,
-        "save-interval": size.saved_step,
+        "resilient-checkpoint-format": "experts",
         "eval-interval": size.evaluation_interval_steps,
         "eval-iters": 8,
         "log-interval": 10,
@@ -196,7 +206,8 @@ def train_until_killed(size: Size, folder: Folder) -> None:
         f"hidden {size.hidden_size}"
     )
     log = folder.log("train")
-    with console.status("") as status, start(size, folder, log) as job:
+    flags = ["--save-interval", str(size.saved_step)]
+    with console.status("") as status, start(size, folder, log, flags) as job:
         status.update(f"starting {NODES} nodes")
         for event in job.follow():
             show(event, size, status)
@@ -212,10 +223,41 @@ def train_until_killed(size: Size, folder: Folder) -> None:
 
 
 def resume(size: Size, folder: Folder) -> None:
-    """Starts the same command again: it goes on from the checkpoint, to the end."""
-    heading(f"Resuming from the checkpoint of step {size.saved_step}: the same command again")
-    log = folder.log("resume")
-    with console.status("") as status, start(size, folder, log) as job:
+    """Starts the same command again: it goes on from the checkpoint, and saves in parts."""
+    heading(
+        f"Resuming from the checkpoint of step {size.saved_step}; saves are partial from now on"
+    )
+    follow_to_the_end(size, folder, "resume", ["--exit-interval", str(size.steps)])
+
+
+def resume_from_damage(size: Size, folder: Folder) -> None:
+    """Damages an expert in the newest checkpoint, and starts the job once more."""
+    manifest = newest_manifest(folder.checkpoints)
+    file = next(file for file in manifest.files if file.expert and file.step == manifest.step)
+    layer, expert = file.expert or (0, 0)
+    heading(f"Damage: one bit of expert {expert} of layer {layer}, saved after step {file.step}")
+    path = folder.checkpoints / file.path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run_program(["checkpoint", "verify", str(folder.checkpoints)], folder.log("verify"), expected=1)
+    follow_to_the_end(size, folder, "damage", [])
+
+
+def newest_manifest(folder: Path) -> Manifest:
+    """Returns what the newest checkpoint says of itself."""
+    return read_manifest(manifest_path(folder, manifests(folder)[0]))
+
+
+def follow_to_the_end(size: Size, folder: Folder, stage: str, flags: list[str]) -> None:
+    """Starts a job that saves in parts, and follows it until it ends.
+
+    Raises:
+        DemoError: it failed.
+    """
+    log = folder.log(stage)
+    partial = ["--save-interval", str(size.partial_steps), "--resilient-checkpoint-experts", "2"]
+    with console.status("") as status, start(size, folder, log, [*partial, *flags]) as job:
         status.update(f"starting {NODES} nodes")
         for event in job.follow():
             show(event, size, status)
@@ -223,10 +265,10 @@ def resume(size: Size, folder: Folder) -> None:
         raise DemoError(f"training ended with status {job.exit_code}", log)
 
 
-def start(size: Size, folder: Folder, log: Path) -> TrainingJob:
+def start(size: Size, folder: Folder, log: Path, flags: list[str]) -> TrainingJob:
     """Starts the nodes."""
     say(f"command and output of the nodes: {log}")
-    return TrainingJob(NODES, training_flags(size, folder), folder.run, log)
+    return TrainingJob(NODES, [*training_flags(size, folder), *flags], folder.run, log)
 
 
 def show(event: Event, size: Size, status: Status) -> None:
@@ -242,9 +284,12 @@ def show(event: Event, size: Size, status: Status) -> None:
     elif event["event"] == "recovery":
         say(recovery_line(event))
     elif event["event"] == "checkpoint_saved":
-        say(f"checkpoint of step {event['step']}: training waited {event['stall_seconds']:.1f} s")
+        say(
+            f"{Path(event['path']).stem} saved: {event['bytes'] / 1e6:.1f} MB, training waited "
+            f"{1000 * event['stall_seconds']:.0f} ms"
+        )
     elif event["event"] == "checkpoint_loaded":
-        say(f"checkpoint of step {event['step']} loaded in {event['seconds']:.1f} s")
+        say(loaded_line(event))
 
 
 def write_report(folder: Folder) -> Path:
@@ -263,17 +308,17 @@ def show_result(result: Result, report: Path, seconds: float) -> None:
     console.print(table)
 
 
-def run_program(arguments: Sequence[str], log: Path) -> str:
+def run_program(arguments: Sequence[str], log: Path, expected: int = 0) -> str:
     """Runs `megatron-resilient` with `arguments`; returns what it printed on stdout.
 
     Raises:
-        DemoError: it failed.
+        DemoError: it ended with another status than expected.
     """
     say("$ " + shlex.join(["megatron-resilient", *arguments]))
     command = [sys.executable, "-m", "megatron_resilient.cli", *arguments]
     with log.open("w+", encoding="utf-8") as output, console.status("working"):
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
-        if status != 0:
+        if status != expected:
             raise DemoError(f"megatron-resilient {arguments[0]} ended with status {status}", log)
         output.seek(0)
         return output.read()
@@ -300,6 +345,7 @@ def demo(size: Size, folder: Folder) -> bool:
     prepare_data(folder)
     train_until_killed(size, folder)
     resume(size, folder)
+    resume_from_damage(size, folder)
     report = write_report(folder)
     result = Result.of(read_events(folder.run))
     show_result(result, report, time.monotonic() - begin)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import batched
+from pathlib import Path
 from statistics import fmean
 from typing import Self
 
@@ -28,7 +29,7 @@ class Repeated:
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Self:
-        """Compares the first and the last job of a run.
+        """Compares the first two jobs of a run.
 
         JSON holds a float with as many digits as it takes to get the same bits back.
         """
@@ -39,9 +40,9 @@ class Repeated:
             elif event["event"] in ("step", "evaluation"):
                 numbers = [event.get(name) for name in ("loss", "grad_norm", "learning_rate")]
                 jobs[-1][event["step"]].append(numbers)
-        first, last = jobs[0], jobs[-1]
-        steps = sorted(first.keys() & last.keys()) if len(jobs) > 1 else []
-        return cls(tuple(steps), tuple(step for step in steps if first[step] != last[step]))
+        first, second = [*jobs, {}][:2]
+        steps = sorted(first.keys() & second.keys())
+        return cls(tuple(steps), tuple(step for step in steps if first[step] != second[step]))
 
     @property
     def exact(self) -> bool:
@@ -97,6 +98,22 @@ def recovery_line(event: Event) -> str:
     )
 
 
+def loaded_line(event: Event) -> str:
+    """Says in one line what was loaded, and what was lost with it."""
+    line = f"{Path(event['path']).stem} loaded in {event['seconds']:.1f} s"
+    for layer, expert, step, older in event["replaced_experts"]:
+        line += (
+            f"; expert {expert} of layer {layer} of step {step} is damaged: that of step {older} "
+            "is taken"
+        )
+    if event["lost_expert_tokens"]:
+        line += (
+            f"; updates of {event['lost_expert_tokens']:,} token-expert pairs lost "
+            f"({event['lost_share']:.2%} of the training)"
+        )
+    return line
+
+
 def _experts_a_rank(event: Event) -> int:
     return -(-len(event["tokens"]) // len(event["rank_tokens"]))
 
@@ -116,6 +133,7 @@ class Result:
         balance: see there.
         recoveries: the events of the node that was killed and came back.
         repeated: see there.
+        loaded: the events of the checkpoints that jobs began from.
     """
 
     training_loss: tuple[float, float]
@@ -124,6 +142,7 @@ class Result:
     balance: Balance
     recoveries: tuple[Event, ...]
     repeated: Repeated
+    loaded: tuple[Event, ...]
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Self:
@@ -142,13 +161,19 @@ class Result:
             balance=Balance.of(events),
             recoveries=tuple(event for event in events if event["event"] == "recovery"),
             repeated=Repeated.of(events),
+            loaded=tuple(event for event in events if event["event"] == "checkpoint_loaded"),
         )
 
     @property
     def good(self) -> bool:
-        """Whether the node was lost without a step, the resume was exact and the loss fell."""
+        """Whether no step was lost, the resume was exact, damage was found, and the loss fell."""
         start, end = self.training_loss
-        return self.survived and self.repeated.exact and end < start
+        return self.survived and self.repeated.exact and self.found_damage and end < start
+
+    @property
+    def found_damage(self) -> bool:
+        """Whether the last job replaced the one expert that was damaged."""
+        return bool(self.loaded) and len(self.loaded[-1]["replaced_experts"]) == 1
 
     @property
     def survived(self) -> bool:
@@ -175,4 +200,5 @@ class Result:
             ("max / mean tokens per rank", str(self.balance)),
             *((f"after step {event['step']}", recovery_line(event)) for event in self.recoveries),
             ("resume exact", str(self.repeated)),
+            ("after damage", loaded_line(self.loaded[-1]) if self.loaded else "not tried"),
         ]

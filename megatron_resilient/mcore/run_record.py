@@ -210,11 +210,16 @@ class RunRecord:
                 self.write("checkpoint_saved", **save, seconds=time.perf_counter() - start)
         self._pending.clear()
 
-    def loaded(self, seconds: float) -> None:
-        """Records the checkpoint from which this run goes on."""
+    def loaded(self, seconds: float, **facts: Any) -> None:
+        """Records the checkpoint from which this run goes on.
+
+        Args:
+            seconds: that it took.
+            **facts: other fields of the event; with its path where that is not Megatron's own.
+        """
         if self.speaks:
             path = os.path.join(get_args().load, f"iter_{self.step:07d}")
-            self.write("checkpoint_loaded", path=path, seconds=seconds)
+            self.write("checkpoint_loaded", **{"path": path, "seconds": seconds, **facts})
 
     def end(self, exit_code: int) -> None:
         """Writes `run_end` and the summary, on the last rank."""

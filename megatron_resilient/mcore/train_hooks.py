@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_resilient.checkpoint.directory import manifests
+from megatron_resilient.checkpoint.directory import manifest_path, manifests
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
@@ -35,6 +35,7 @@ from megatron_resilient.patching import apply
 _record: RunRecord | None = None
 _replicas: "_ReplicaHooks | None" = None
 _load_seconds = 0.0  # of the last load, which ends before the record begins
+_load_facts: dict[str, Any] = {}  # and what else is to be recorded of it
 
 
 def record() -> RunRecord | None:
@@ -88,7 +89,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         _record.replicated = _replicas.layers
         _record.placed()
     if get_args().iteration and rejoined is None:
-        _record.loaded(_load_seconds)
+        _record.loaded(_load_seconds, **_load_facts)
     if own_format and optimizer is not None:
         layers = replicas.replicated_layers(model)
         checkpoints.begin(model, optimizer, scheduler, layers, config, _record_save)
@@ -171,7 +172,8 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
         CheckpointError: what is there is not this model's, or damaged; one line.
     """
     folder = get_args().load or get_args().pretrained_checkpoint
-    start = time.perf_counter()
+    global _load_seconds, _load_facts
+    start, _load_facts = time.perf_counter(), {}
     try:
         if folder is not None and manifests(Path(folder)):
             result = _load_experts(Path(folder), *args)
@@ -184,7 +186,6 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
         raise CheckpointError(
             f"--load {folder}: the checkpoint cannot be loaded into this model: {why}"
         ) from error
-    global _load_seconds
     _load_seconds = time.perf_counter() - start
     return result
 
@@ -197,7 +198,15 @@ def _saves_experts() -> bool:
 def _load_experts(folder: Path, model: list, optimizer: Any, scheduler: Any, *_: Any) -> tuple:
     layers = replicas.replicated_layers(model)
     contents = Contents(model, optimizer, scheduler, layers)
+    global _load_facts
     loaded = checkpoints.load_into(folder, contents, goes_back=not rejoin.overlays())
+    _load_facts = {
+        "path": str(manifest_path(folder, loaded.chosen.manifest.step)),
+        "bytes": loaded.bytes,
+        "lost_expert_tokens": loaded.lost_tokens,
+        "lost_share": loaded.lost_share,
+        "replaced_experts": [list(each[:4]) for each in loaded.chosen.replaced],
+    }
     return loaded.step, get_args().num_floating_point_operations_so_far
 
 

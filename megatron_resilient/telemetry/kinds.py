@@ -178,6 +178,12 @@ _KINDS = (
                 "int",
                 "token-expert pairs whose updates are lost: their expert came from an older save",
             ),
+            Field("lost_share", "finite number", "the same, of all pairs of the planned training"),
+            Field(
+                "replaced_experts",
+                "lists of int",
+                "[layer, expert, step, older step]: the version of that step was damaged",
+            ),
         ),
     ),
     EventKind(

@@ -40,14 +40,16 @@ def test_demo_is_killed_resumes_exactly_and_reports(tmp_path):
 
     events = read_events(folder / "run")
     kinds = [event["event"] for event in events]
-    assert kinds.count("run_start") == 2
-    assert kinds.count("run_end") == 1
+    assert kinds.count("run_start") == 3
+    assert kinds.count("run_end") == 2
+    assert kinds.count("checkpoint_loaded") == 2
+    assert " is damaged: that of step " in done.stdout
     steps = [event for event in events if event["event"] == "step"]
-    assert steps[-1]["step"] == 60
+    assert steps[-1]["step"] == 64
     assert steps[-1]["loss"]["lm loss"] < 0.9 * steps[0]["loss"]["lm loss"]
     # Every 11 steps, and at the end. That after step 44 was done twice.
     validations = [event for event in events if event["event"] == "evaluation"]
-    assert [event["step"] for event in validations] == [11, 22, 33, 44, 44, 55, 60]
+    assert [event["step"] for event in validations] == [11, 22, 33, 44, 44, 55, 64]
     assert all(event["loss"]["lm loss"] < 8.5 for event in validations)
 
 
@@ -96,7 +98,7 @@ def test_job_that_fails_says_so(tools, tmp_path, monkeypatch):
     assert "no such thing" in (tmp_path / "log").read_text()
 
 
-def run_of(folder, *jobs, lost=0):
+def run_of(folder, *jobs, lost_steps=0):
     """Writes a run whose jobs did the given steps: {step: loss}; a node was lost in the first."""
     with EventLog(folder, rank=0) as log:
         for job in jobs:
@@ -120,8 +122,14 @@ def run_of(folder, *jobs, lost=0):
                     seconds={"detect": 0.1},
                     cause=cause,
                     source="memory",
-                    lost_steps=lost,
+                    lost_steps=lost_steps,
                     **names,
+                )
+            if job is jobs[-1]:
+                lost = {"lost_expert_tokens": 5, "lost_share": 0.01}
+                where = {"path": "c/step_00000002.json", "seconds": 1.0}
+                log.emit(
+                    "checkpoint_loaded", max(job), replaced_experts=[[1, 2, 2, 1]], **lost, **where
                 )
             loads = {"tokens": [3, 1, 1, 1], "rank_tokens": [3, 3], "steps": 1}
             log.emit("expert_load", max(job), layer=1, **loads)
@@ -140,7 +148,7 @@ def test_result_compares_the_steps_that_were_done_twice(tools, tmp_path):
     assert other.repeated.different == (3,)
     assert not other.good
     assert "NO" in dict(other.rows())["resume exact"]
-    costly = run_of(tmp_path / "e", {1: 2.0, 2: 1.0, 3: third}, {2: 1.0, 3: third}, lost=1)
+    costly = run_of(tmp_path / "e", {1: 2.0, 2: 1.0, 3: third}, {2: 1.0, 3: third}, lost_steps=1)
     assert not Result.of(costly).good
     never = Result.of(run_of(tmp_path / "c", {1: 2.0}, {2: 1.0}))
     assert not never.repeated.exact

@@ -43,12 +43,16 @@ class Loaded:
         step: from which training goes on; 0 for finetuning.
         bytes: read from storage, all ranks together.
         newer: experts that came from a snapshot in memory, newer than what was written.
+        lost_tokens: token-expert pairs whose updates are lost, if the run goes on from here.
+        lost_share: the same, of all pairs of the planned training.
     """
 
     chosen: Chosen
     step: int
     bytes: int
     newer: frozenset[Expert]
+    lost_tokens: int = 0
+    lost_share: float = 0.0
 
 
 def load(

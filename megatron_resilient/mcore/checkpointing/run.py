@@ -3,6 +3,7 @@
 import atexit
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,13 @@ def load_into(directory: Path, contents: Contents, goes_back: bool) -> Loaded:
     memory = _storage.memory if own and _storage is not None else None
     loaded = load(directory, contents, place=goes_back, memory=memory)
     if goes_back and _storage is not None and not get_args().finetune:
-        _resume(_storage, directory, loaded)
+        lost, share = _resume(_storage, directory, loaded)
+        loaded = replace(loaded, lost_tokens=lost, lost_share=share)
     return loaded
 
 
-def _resume(storage: Storage, directory: Path, loaded: Loaded) -> None:
+def _resume(storage: Storage, directory: Path, loaded: Loaded) -> tuple[int, float]:
+    """Goes on from what was loaded; returns what that lost (see `Loaded`). Collective."""
     args = get_args()
     chosen = loaded.chosen
     planned = args.train_iters * args.global_batch_size * args.seq_length
@@ -139,6 +142,7 @@ def _resume(storage: Storage, directory: Path, loaded: Loaded) -> None:
             raise CheckpointError(told)
         if chosen.manifest.state["masters"] == storage.masters:
             storage.base = chosen.manifest.step
+    return lost, share
 
 
 def begin(
