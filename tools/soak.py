@@ -8,8 +8,9 @@ seconds later, SIGTERM to an agent (it leaves as planned). Who went comes back w
 
 Looked at on the way: that steps go on, that a process which was not struck lives on under its
 pid, that descriptors, sockets, threads and memory of those who live through recoveries stay. At the
-end: that no process, no shared memory and no temporary file is left, and that each loss is that of
-stock Megatron, trained undisturbed on 2 ranks for as many steps.
+end: that no process, no shared memory and no temporary file is left, that all partial checkpoints
+that are there are whole, and that each loss is that of stock Megatron, trained undisturbed on 2
+ranks for as many steps.
 
 Losses must agree to 1e-4 (in fp32; to the loss, or to 1 where that is less). A single recovery
 keeps them to 1e-6, but each world sums in an order of its own, and over thousands of steps training
@@ -50,6 +51,8 @@ from soak_watch import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_resilient.checkpoint import directory as places
+from megatron_resilient.checkpoint.verify import damage
 from megatron_resilient.elastic import launcher
 from megatron_resilient.elastic.limits import Limits
 from megatron_resilient.elastic.protocol import TOKEN_VARIABLE
@@ -92,6 +95,13 @@ MODEL = {
     "micro_batch_size": 1,
     "global_batch_size": NODES,
     "lr_decay_style": "constant",
+}
+# Saves go on all the time, so that most strikes hit one.
+PARTIAL_SAVES = {
+    "save_interval": 20,
+    "resilient_checkpoint_format": "experts",
+    "resilient_checkpoint_experts": 2,
+    "resilient_checkpoint_keep": 5,
 }
 # Three replicas at least: two nodes may go at once, also while a third one is away.
 REPLICAS = {"resilient_slots_per_rank": 6, "resilient_min_replicas": 3}
@@ -148,6 +158,8 @@ class Findings:
     recoveries: list[dict] = field(default_factory=list)
     struck: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     not_struck: int = 0
+    saves: int = 0
+    failed_saves: int = 0
     joins: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -211,7 +223,7 @@ class Soak:
             expert_model_parallel_size=NODES,
             **first_weights(folder),
             save=folder / "checkpoints",
-            save_interval=500,
+            **PARTIAL_SAVES,
             resilient_run_dir=folder / "run",
             resilient_expert_load_interval=1,
         )
@@ -337,6 +349,11 @@ class Soak:
         elif event["event"] == "run_start" and self._world == 0:
             # Its groups are made from now on: what it has is sampled when that is over.
             self._world, self._latest_change = event["world_size"], time.monotonic()
+        elif event["event"] == "checkpoint_saved":
+            self.found.saves += 1
+        elif event["event"] == "checkpoint_failed":
+            self.found.failed_saves += 1
+            self._say(f"save given up: {event['why']}")
         elif event["event"] == "recovery":
             self.found.recoveries.append(event)
             self._world, self._latest_change = event["world_size"], time.monotonic()
@@ -474,6 +491,17 @@ class Soak:
                     f"{starts} times"
                 )
 
+    def check_checkpoints(self) -> None:
+        """Checks that there are checkpoints, and that each is whole."""
+        checkpoints = self.folder / "checkpoints"
+        steps = places.manifests(checkpoints)
+        if not steps:
+            self.found.fail(f"no checkpoint in {checkpoints}")
+        for step in steps:
+            manifest = places.read_manifest(places.manifest_path(checkpoints, step))
+            for each in damage(checkpoints, manifest):
+                self.found.fail(f"checkpoint of step {step}: {each}")
+
     def check_growth(self) -> None:
         """Checks what those who lived through recoveries have more now."""
         for name, growth in (("a worker", self.growth), ("the coordinator", self.own_growth)):
@@ -589,6 +617,7 @@ def show(soak: Soak, errors: dict[int, float], seconds: float) -> None:
         ("starts after a loss or a leave", str(found.joins)),
         ("drawn, but too many were away", str(found.not_struck)),
         ("recoveries", str(len(stops))),
+        ("saves that were made, given up", f"{found.saves}, {found.failed_saves}"),
     ]
     if stops:
         rows.append(
@@ -654,6 +683,7 @@ def main() -> int:
         seconds = soak.seconds
     soak.check_starts()
     soak.check_growth()
+    soak.check_checkpoints()
     for left in shared_memory.left():
         soak.found.fail(f"left: shared memory {left}")
     for left in files_under(folder / "tmp"):
