@@ -101,7 +101,7 @@ def check(args: argparse.Namespace) -> None:
     _check_layout(args)
     uneven_arguments.check(args, elastic)
     replica_arguments.check(args, config.replicas)
-    checkpoint_arguments.check(args)
+    checkpoint_arguments.check(args, elastic)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:
         raise ConfigError(

@@ -19,8 +19,12 @@ _REFUSED = (
 )
 
 
-def check(args: argparse.Namespace) -> None:
-    """Checks what a run with per-expert checkpoints cannot have.
+def check(args: argparse.Namespace, elastic: bool) -> None:
+    """Checks what a run with per-expert checkpoints cannot have, and has signals end it with one.
+
+    Args:
+        args: parsed flags.
+        elastic: an agent takes the signals.
 
     Raises:
         ConfigError: a flag that cannot be combined with this format.
@@ -45,6 +49,7 @@ def check(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {value} with --resilient-checkpoint-format experts: "
                 f"{why}"
             )
+    args.exit_signal_handler = args.exit_signal_handler or bool(args.save and not elastic)
     if not args.num_experts:
         if partial:
             raise ConfigError(

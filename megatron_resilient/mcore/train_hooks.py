@@ -20,6 +20,7 @@ from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
 from megatron_resilient.mcore.checkpointing import run as checkpoints
+from megatron_resilient.mcore.checkpointing import signals
 from megatron_resilient.mcore.checkpointing.contents import Contents
 from megatron_resilient.mcore.checkpointing.saver import Saved
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
@@ -77,6 +78,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     if own_format:
         config = config_from_args(get_args()).checkpoint
         checkpoints.open_storage(Path(get_args().save), config, goes_on=elastic is not None)
+        signals.listen()
     if elastic is None:
         built = original(*args, **kwargs)
     else:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,30 @@ def test_saves_that_fail_are_said_on_every_rank_and_the_next_one_is_there(pools,
     assert len(events(tmp_path / "run", "checkpoint_failed")) == 2
     resumed = pools.plugin.run(**model, load=tmp_path / "save", ckpt_step=5).ok()
     assert resumed.losses == whole.losses[5:]
+
+
+@pytest.mark.parametrize(
+    ("hook", "call", "number", "last"),
+    [
+        ("setup", 1, signal.SIGTERM, 1),
+        ("train_step", 4, signal.SIGUSR1, 4),
+        ("evaluate", 1, signal.SIGTERM, 2),
+        ("save_checkpoint", 1, signal.SIGUSR1, 3),
+    ],
+    ids=["warm-up", "step", "evaluation", "save"],
+)
+def test_a_signal_gives_one_checkpoint_and_a_clean_end(pools, tmp_path, hook, call, number, last):
+    evaluation = {"eval_interval": 2, "eval_iters": 1, "split": "80,20,0", "save_interval": 2}
+    model = MODEL | EP4 | evaluation
+    whole = pools.plugin.run(**model).ok()
+    arguments = {"rank": 1, "hook": hook, "call": call, "number": int(number)}
+    pools.plugin.call("tests.support.signalled:signal_at", **arguments)
+    try:
+        ended = pools.plugin.run(**model, save=tmp_path)
+    finally:
+        pools.plugin.call("tests.support.signalled:no_signals")
+    assert set(ended.exits) == {0}
+    assert len(ended.losses) == last
+    assert places.manifests(tmp_path)[0] == last
+    resumed = pools.plugin.run(**model, load=tmp_path, save=tmp_path).ok()
+    assert ended.losses + resumed.losses == whole.losses

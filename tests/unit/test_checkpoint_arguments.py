@@ -14,6 +14,8 @@ ARGS = {
     "resilient_require_exact": False,
     "num_experts": 8,
     "optimizer": "adam",
+    "save": None,
+    "exit_signal_handler": False,
 }
 
 
@@ -29,7 +31,7 @@ ARGS = {
     ],
 )
 def test_what_can_be_combined(changes):
-    checkpoint_arguments.check(Namespace(**(ARGS | changes)))
+    checkpoint_arguments.check(Namespace(**(ARGS | changes)), elastic=False)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +66,11 @@ def test_what_can_be_combined(changes):
 )
 def test_what_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        checkpoint_arguments.check(Namespace(**(ARGS | changes)))
+        checkpoint_arguments.check(Namespace(**(ARGS | changes)), elastic=False)
+
+
+@pytest.mark.parametrize(("save", "elastic"), [("a", False), ("a", True), (None, False)])
+def test_signals_end_a_run_that_saves_unless_an_agent_takes_them(save, elastic):
+    args = Namespace(**(ARGS | {"save": save}))
+    checkpoint_arguments.check(args, elastic)
+    assert args.exit_signal_handler == (save is not None and not elastic)
