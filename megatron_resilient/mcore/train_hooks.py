@@ -111,6 +111,7 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         result, replayed = steps.train_step(elastic, inner, *args, **kwargs)
     else:
         result = uneven.train_step(original, *args, **kwargs)
+    checkpoints.wait_for_copy()  # experts may move next
     seconds = replayed.seconds if replayed else time.perf_counter() - start
     should_exit = result[3]
     if _record is not None and not should_exit:
@@ -119,7 +120,6 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
         _record.after_step(seconds, result, _learning_rate(optimizer), replayed is not None)
         if _replicas is not None and replayed is None:
-            checkpoints.await_copy()  # experts may be moved
             _replicas.after_step(_record, seconds)
         if elastic is not None:
             steps.recorded(elastic, _record, _replicas.rebalancer.loads if _replicas else {})

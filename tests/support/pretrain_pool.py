@@ -202,6 +202,11 @@ class PretrainPool:
             self._logs.append(log)
         self._collect(world, timeout_seconds=180)
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [worker.pid for worker in self._workers]
+
     def run(self, world: int | None = None, **options) -> Result:
         """Runs the small model on the first `world` ranks.
 
