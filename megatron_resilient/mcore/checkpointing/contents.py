@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_resilient.checkpoint.manifest import ArrayInfo
 from megatron_resilient.comm.transfer import Holding
-from megatron_resilient.mcore import expert_rng
+from megatron_resilient.mcore import expert_rng, given_flags
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
@@ -110,6 +110,7 @@ class Contents:
             "progress": Progress.now(self.optimizer, self.scheduler).to_json(),
             "scheduler": _plain(self.scheduler.state_dict()),
             "counts": scalars(owned(self.model, self.optimizer)),
+            "flags": given_flags.given(),
         }
 
 
