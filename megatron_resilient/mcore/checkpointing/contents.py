@@ -23,6 +23,7 @@ from megatron_resilient.mcore.recovery.arrays import (
 )
 from megatron_resilient.mcore.recovery.old_state import scalars
 from megatron_resilient.mcore.recovery.progress import Progress
+from megatron_resilient.mcore.recovery.refill import show_to_model
 
 # What must be equal in a model that loads a checkpoint; sizes that follow the world are not here.
 _IDENTITY = (
@@ -66,8 +67,8 @@ class Contents:
 
     Args:
         model: the model chunks.
-        optimizer: Megatron's.
-        scheduler: Megatron's learning-rate scheduler.
+        optimizer: Megatron's; None where nothing is trained, and such contents are only filled.
+        scheduler: Megatron's learning-rate scheduler; None likewise.
         layers: the replicated layers of the model.
     """
 
@@ -88,8 +89,35 @@ class Contents:
 
     def arrays(self) -> Arrays:
         """Returns the arrays; those of the optimizer and the model are views."""
-        own = everything(owned(self.model, self.optimizer), self._buffers)
+        if self.optimizer is None:
+            own = merged(self._weights(), everything([], self._buffers))
+        else:
+            own = everything(owned(self.model, self.optimizer), self._buffers)
         return merged(own, random_of_experts())
+
+    def show(self, arrays: Arrays) -> None:
+        """Has the model compute with what its arrays were filled with. Collective.
+
+        Args:
+            arrays: those of `arrays`.
+        """
+        if self.optimizer is not None:
+            show_to_model(self.model, self.optimizer)
+            return
+        with torch.no_grad():
+            for key, parameter in self._trained().items():
+                parameter.view(-1).copy_(arrays.store[key][0][1]["main"])
+
+    def _weights(self) -> Arrays:
+        """Returns fp32 values for parameters that no optimizer keeps; views where they are fp32."""
+        arrays = Arrays()
+        for key, parameter in self._trained().items():
+            arrays.add(key, 0, {"main": parameter.detach().view(-1).float()})
+        return arrays
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = named_parameters(self.model)
+        return {key: parameter for key, parameter in named.items() if parameter.requires_grad}
 
     def infos(self, arrays: Arrays) -> dict[str, ArrayInfo]:
         """Returns what each array is that this rank holds all or part of."""
