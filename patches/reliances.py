@@ -199,6 +199,46 @@ RELIES_ON = (
         ),
     ),
     *_of(
+        "mcore/checkpointing/consolidation.py",
+        (
+            "training.checkpointing:generate_state_dict",
+            "it is all of a checkpoint but the count of floating-point operations; `args` is kept "
+            "as it is given.",
+        ),
+        (
+            "training.checkpointing:_build_sharded_state_dict_metadata",
+            "what save_checkpoint stores as content metadata, without the group in it.",
+        ),
+        (
+            "training.models.dist_utils:unimodal_build_distributed_models",
+            "pre_wrap_hooks see the model before DDP sorts its parameters by `allreduce`.",
+        ),
+        (
+            "core.distributed.param_and_grad_buffer:group_params_for_buffers",
+            "`allreduce` False marks parameters of experts, whatever the size of EP.",
+        ),
+    ),
+    *_of(
+        "mcore/checkpointing/stock_form.py",
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer"
+            ".sharded_param_state_fully_reshardable",
+            "fp32 copies are optimizer.state.param.NAME, moments optimizer.state.MOMENT.NAME.",
+        ),
+        (
+            "core.optimizer.optimizer:FP32Optimizer.sharded_state_dict",
+            "moments are optimizer.state.MOMENT.NAME; common_step stands under `state`.",
+        ),
+        (
+            "core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
+            "fp32 copies are optimizer.state.fp32_param.NAME; the rest stands under `optimizer`.",
+        ),
+        (
+            "core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+            "it does not look at `state`, nor at entries that it does not know.",
+        ),
+    ),
+    *_of(
         "mcore/optimizer_layout.py",
         (
             "core.optimizer.optimizer:param_group_identifier_keys",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_resilient.checkpoint.diff import Difference, Side
 
-HELP = "list, verify, collect or compare the checkpoints of a directory"
+HELP = "list, verify, collect, compare or consolidate the checkpoints of a directory"
 _SHOWN = 20
 
 
@@ -327,6 +327,18 @@ def _steps(steps: Sequence[int]) -> str:
     return f"step {shown}" if len(steps) == 1 else f"{len(steps)} checkpoints, steps {shown}"
 
 
+def _consolidate_flags(parser: argparse.ArgumentParser) -> None:
+    from megatron_resilient.commands import checkpoint_consolidate
+
+    checkpoint_consolidate.configure(parser)
+
+
+def _consolidate(args: argparse.Namespace) -> int:
+    from megatron_resilient.commands import checkpoint_consolidate
+
+    return checkpoint_consolidate.run(args)
+
+
 # {action: (what it does, what adds its flags, what runs it)}. An action with a module of its own
 # gets two functions here that import it.
 _ACTIONS: dict[
@@ -341,4 +353,10 @@ _ACTIONS: dict[
     ),
     "gc": ("take away what no checkpoint needs, and old checkpoints", _gc_flags, _gc),
     "diff": ("say what differs between two checkpoints", _diff_flags, _diff),
+    "consolidate": (
+        "write one checkpoint in Megatron's own format (torch_dist), which stock Megatron loads "
+        "and goes on from",
+        _consolidate_flags,
+        _consolidate,
+    ),
 }

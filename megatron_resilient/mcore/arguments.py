@@ -12,6 +12,7 @@ from megatron_resilient.mcore import (
     checkpoint_arguments,
     cpu,
     elastic_arguments,
+    given_flags,
     replica_arguments,
     uneven_arguments,
 )
@@ -77,6 +78,7 @@ class _Parser(argparse.ArgumentParser):
         if elastic_arguments.is_elastic():
             elastic_arguments.join_world(parsed)
         check(parsed)
+        given_flags.note(parsed)
         if parsed.resilient_slots_per_rank and parsed.num_experts:
             # Slots need not divide the experts among ranks; Megatron's validation demands it.
             self.logical_experts = parsed.num_experts

@@ -16,12 +16,13 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron_resilient.comm.gather_json import gather_json
 
 
-def _name_of(expert_tp_rank: int, ep_rank: int) -> str:
+def name_of(expert_tp_rank: int, ep_rank: int) -> str:
+    """Names the stream of an expert tensor- and expert-parallel rank in a checkpoint."""
     return f"{get_expert_parallel_rng_tracker_name()}/etp{expert_tp_rank}.ep{ep_rank}"
 
 
 def _own_name() -> str:
-    return _name_of(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_model_parallel_rank())
+    return name_of(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_model_parallel_rank())
 
 
 def with_all_expert_states(rng_state: Any) -> Any:
@@ -79,6 +80,6 @@ def take_own(seeded: Any) -> None:
     kept = {name: state for name, state in states.items() if name not in saved}
     if _own_name() in saved:
         kept[shared] = saved[_own_name()]
-    elif _own_name() != _name_of(0, 0):
+    elif _own_name() != name_of(0, 0):
         kept[shared] = seeded
     tracker.set_states(kept)

@@ -1,5 +1,6 @@
 """The file that names the newest checkpoint: latest_checkpointed_iteration.txt."""
 
+import math
 import os
 import re
 
@@ -56,6 +57,21 @@ def check_load_folder(load_arg: str) -> None:
             f"{flag} {folder}: there is no checkpoint; drop {flag} to start from random weights "
             "(only where --save names the same folder is an empty one taken as a first start)"
         )
+
+
+def newest_step(folder: str) -> float | None:
+    """Returns the step that a folder's tracker file names, infinity for `release`; None: no file.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    path = os.path.join(folder, _NAME)
+    if not os.path.isfile(path):
+        return None
+    check(path)
+    with open(path, encoding="utf-8") as file:
+        text = file.read().strip()
+    return math.inf if text == "release" else int(text)
 
 
 def newest_checkpoint(folder: str, step: int | None = None) -> str | None:

@@ -14,13 +14,13 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_resilient.checkpoint.directory import manifest_path, manifests
+from megatron_resilient.checkpoint.directory import manifest_path
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
 from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
+from megatron_resilient.mcore.checkpointing import find, signals
 from megatron_resilient.mcore.checkpointing import run as checkpoints
-from megatron_resilient.mcore.checkpointing import signals
 from megatron_resilient.mcore.checkpointing.contents import Contents
 from megatron_resilient.mcore.checkpointing.saver import Saved
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
@@ -36,7 +36,7 @@ from megatron_resilient.patching import apply
 _record: RunRecord | None = None
 _replicas: "_ReplicaHooks | None" = None
 _load_seconds = 0.0  # of the last load, which ends before the record begins
-_load_facts: dict[str, Any] = {}  # and what else is to be recorded of it
+_load_facts: dict[str, Any] = {}  # what else is to be recorded of one of a per-expert checkpoint
 
 
 def record() -> RunRecord | None:
@@ -173,14 +173,12 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
     Raises:
         CheckpointError: what is there is not this model's, or damaged; one line.
     """
-    folder = get_args().load or get_args().pretrained_checkpoint
     global _load_seconds, _load_facts
+    folder = get_args().load or get_args().pretrained_checkpoint
     start, _load_facts = time.perf_counter(), {}
     try:
-        if folder is not None and manifests(Path(folder)):
-            result = _load_experts(Path(folder), *args)
-        else:
-            result = original(*args, **kwargs)
+        ours = find.folder_of_ours(get_args())
+        result = _load_experts(ours, *args) if ours is not None else original(*args, **kwargs)
     except ResilientError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -194,7 +192,9 @@ def load_checkpoint(original: Callable[..., tuple[int, int]], *args: Any, **kwar
 
 def _saves_experts() -> bool:
     config = config_from_args(get_args()).checkpoint
-    return bool(get_args().save) and config.checkpoint_format == "experts"
+    # An evaluation changes nothing in the folder.
+    saves = bool(get_args().save) and not get_args().skip_train
+    return saves and config.checkpoint_format == "experts"
 
 
 def _load_experts(folder: Path, model: list, optimizer: Any, scheduler: Any, *_: Any) -> tuple:
@@ -209,7 +209,7 @@ def _load_experts(folder: Path, model: list, optimizer: Any, scheduler: Any, *_:
         "lost_share": loaded.lost_share,
         "replaced_experts": [list(each[:4]) for each in loaded.chosen.replaced],
     }
-    return loaded.step, get_args().num_floating_point_operations_so_far
+    return loaded.step, loaded.chosen.manifest.state["progress"]["flops"]
 
 
 def _progress(step: int, optimizer: Any, scheduler: Any, flops: float) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class _ReplicaHooks:
         rebalancer = Rebalancer(model, layers, optimizer, config)
         if rejoined is not None:
             rebalancer.loads = dict(rejoined.loads or {})
-        elif get_args().iteration and not manifests(Path(get_args().load)):
+        elif get_args().iteration and not _load_facts:
             folder = _iteration_folder(get_args().load, get_args().iteration)
             saved = placement_file.read(folder, layers)
             rebalancer.adopt(saved or [layer.holding for layer in layers])

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_resilient.checkpoint.manifest import ArrayInfo
 from megatron_resilient.comm.transfer import Holding
-from megatron_resilient.mcore import expert_rng
+from megatron_resilient.mcore import expert_rng, given_flags
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.optimizer_state import single_optimizers
 from megatron_resilient.mcore.recovery.arrays import (
@@ -25,6 +25,7 @@ from megatron_resilient.mcore.recovery.arrays import (
     stepped,
 )
 from megatron_resilient.mcore.recovery.old_state import scalars
+from megatron_resilient.mcore.recovery.refill import show_to_model
 
 # What must be equal in a model that loads a checkpoint; sizes that follow the world are not here.
 _IDENTITY = (
@@ -94,8 +95,8 @@ class Contents:
 
     Args:
         model: the model chunks.
-        optimizer: Megatron's.
-        scheduler: Megatron's learning-rate scheduler.
+        optimizer: Megatron's; None where nothing is trained, and such contents are only filled.
+        scheduler: Megatron's learning-rate scheduler; None likewise.
         layers: the replicated layers of the model.
     """
 
@@ -120,11 +121,37 @@ class Contents:
 
     def stepped(self) -> Arrays:
         """Returns, as views, what only an optimizer's step changes."""
+        if self.optimizer is None:
+            return self._weights()
         return stepped(owned(self.model, self.optimizer))
 
     def moving(self) -> Arrays:
         """Returns the rest, as it is now: a forward or backward pass may change it."""
         return merged(self._buffers.arrays(copied=True), random_state(), random_of_experts())
+
+    def show(self, arrays: Arrays) -> None:
+        """Has the model compute with what its arrays were filled with. Collective.
+
+        Args:
+            arrays: those of `arrays`.
+        """
+        if self.optimizer is not None:
+            show_to_model(self.model, self.optimizer)
+            return
+        with torch.no_grad():
+            for key, parameter in self._trained().items():
+                parameter.view(-1).copy_(arrays.store[key][0][1]["main"])
+
+    def _weights(self) -> Arrays:
+        """Returns fp32 values for parameters that no optimizer keeps; views where they are fp32."""
+        arrays = Arrays()
+        for key, parameter in self._trained().items():
+            arrays.add(key, 0, {"main": parameter.detach().view(-1).float()})
+        return arrays
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = named_parameters(self.model)
+        return {key: parameter for key, parameter in named.items() if parameter.requires_grad}
 
     def infos(self, arrays: Arrays) -> dict[str, ArrayInfo]:
         """Returns what each array is that this rank holds all or part of."""
@@ -151,6 +178,7 @@ class Contents:
         return {
             "scheduler": _plain(self.scheduler.state_dict()),
             "counts": scalars(owned(self.model, self.optimizer)),
+            "flags": given_flags.given(),
         }
 
 

@@ -29,7 +29,7 @@ from megatron_resilient.mcore.optimizer_state import tag_shared
 from megatron_resilient.mcore.recovery.arrays import Arrays, owned, set_random_state
 from megatron_resilient.mcore.recovery.old_state import prepare_moments
 from megatron_resilient.mcore.recovery.progress import Progress
-from megatron_resilient.mcore.recovery.refill import reseed_experts, show_to_model
+from megatron_resilient.mcore.recovery.refill import reseed_experts
 
 _SHOWN = 3
 
@@ -64,7 +64,7 @@ def load(
 
     Args:
         directory: of the checkpoints.
-        contents: of a model and an optimizer that have made no step.
+        contents: of a model, and an optimizer that has made no step or none.
         place: give layers the placement of the checkpoint where it fits: sums keep their order.
         memory: what this rank still has of its newest save.
 
@@ -76,10 +76,12 @@ def load(
     manifest = chosen.manifest
     if place:
         _place(contents, manifest)
-    with_optimizer = not (args.finetune or args.no_load_optim)
+    trains = contents.optimizer is not None
+    with_optimizer = trains and not (args.finetune or args.no_load_optim)
     if with_optimizer:
         prepare_moments(owned(contents.model, contents.optimizer), manifest.state["counts"])
-    target = _by_kind(contents.arrays())
+    arrays = contents.arrays()
+    target = _by_kind(arrays)
     newer, beside = _in_memory_only(reading, manifest)
     sources = _sources(reading, manifest, newer, beside)
     wanted = [
@@ -89,14 +91,14 @@ def load(
     ]
     _check_types(target, wanted, manifest)
     _fill(target, wanted, sources)
-    show_to_model(contents.model, contents.optimizer)
+    contents.show(arrays)
     progress = Progress(**manifest.state["progress"])
     if not (args.finetune or args.no_load_rng):
         _set_random(target, manifest, progress.step)
     if not args.finetune:
         if with_optimizer:
             contents.scheduler.load_state_dict(manifest.state["scheduler"])
-        else:
+        elif trains:
             begun = int(contents.scheduler.num_steps)
             progress = replace(progress, scheduler_steps=begun, loss_scale={})
         progress.apply(contents.optimizer, contents.scheduler)
@@ -117,6 +119,8 @@ def _place(contents: Contents, manifest: Manifest) -> None:
         if holding is None or not _fits(holding, layer.holding):
             continue
         layer.set_holding(holding)
+        if contents.optimizer is None:
+            continue
         for parameters in layer.parameters_by_kind().values():
             for parameter in parameters:
                 tag_shared(contents.optimizer, parameter)

@@ -118,14 +118,23 @@ def prepare_moments(owned: list[Owned], counts: dict[str, dict[str, float]]) -> 
     """Makes room for the moments in new optimizers, and has them count on. See `scalars`."""
     if not counts:
         return
+    # Torch's optimizers count per parameter, Apex's and Transformer Engine's per group.
+    steps = counts["state"].get("step", counts["group"].get("step"))
     for each in owned:
         state = each.optimizer.state[each.main]
         for name in counts["kinds"]:
             if name not in state:
                 state[name] = torch.zeros_like(each.main.data, dtype=torch.float32)
-        for name, value in counts["state"].items():
+        numbers = {name: value for name, value in counts["state"].items() if name != "step"}
+        if steps is not None and _counts_per_parameter(each.optimizer):
+            numbers["step"] = steps
+        for name, value in numbers.items():
             state[name] = torch.tensor(value, dtype=torch.float32)
     for optimizer in {id(each.optimizer): each.optimizer for each in owned}.values():
-        for group in optimizer.param_groups:
-            if "step" in counts["group"]:
-                group["step"] = int(counts["group"]["step"])
+        if steps is not None and not _counts_per_parameter(optimizer):
+            for group in optimizer.param_groups:
+                group["step"] = int(steps)
+
+
+def _counts_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)

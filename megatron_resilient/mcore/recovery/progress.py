@@ -75,7 +75,8 @@ class Progress:
         args.skipped_train_samples = self.skipped_train_samples
         args.consumed_valid_samples = self.consumed_valid_samples
         args.num_floating_point_operations_so_far = self.flops
-        scheduler.step(increment=self.scheduler_steps - int(scheduler.num_steps))
+        if scheduler is not None:  # None: nothing is trained
+            scheduler.step(increment=self.scheduler_steps - int(scheduler.num_steps))
         for scaler in _scalers(optimizer) if self.loss_scale else ():
             state = scaler.state_dict()
             state["scale"] = state["scale"].new_tensor([self.loss_scale["scale"]])
