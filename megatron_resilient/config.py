@@ -120,7 +120,9 @@ class CheckpointConfig:
         "kept from earlier saves); 0: all, every time",
     )
     checkpoint_snapshot_experts: int = _flag(
-        0, "experts of each layer that a partial save copies into host memory; 0: those it writes"
+        0,
+        "experts of each layer that a partial save copies into host memory; 0: as many as cost no "
+        "time, as measured",
     )
     checkpoint_exact: bool = _flag(
         False, "insist on all experts in every save, as is the default; excludes partial ones"
@@ -144,13 +146,25 @@ class CheckpointConfig:
     checkpoint_memory_gib: float = _flag(
         0.0, "host memory of a rank for saves on their way to storage; 0: what three saves need"
     )
+    checkpoint_mtbf_seconds: float = _flag(
+        0.0,
+        "mean time between faults of the whole job: saves then come as often as pays by what they "
+        "are measured to cost, and --save-interval is only the first; 0: --save-interval",
+    )
     checkpoint_keep: int = _flag(2, "newest saves that are kept; 0: all")
     checkpoint_stall_seconds: float = _flag(
         60.0, "seconds without a byte written after which a save is given up"
     )
 
     def __post_init__(self) -> None:
-        for name in ("experts", "snapshot_experts", "lost_tokens", "memory_gib", "keep"):
+        for name in (
+            "experts",
+            "snapshot_experts",
+            "lost_tokens",
+            "memory_gib",
+            "mtbf_seconds",
+            "keep",
+        ):
             _at_least(f"checkpoint_{name}", getattr(self, f"checkpoint_{name}"), 0)
         _at_least("checkpoint_stall_seconds", self.checkpoint_stall_seconds, 1)
 

@@ -35,6 +35,7 @@ FLAGS = {
     "--resilient-checkpoint-masters": (str, "selected"),
     "--resilient-checkpoint-lost-tokens": (float, 0.0375),
     "--resilient-checkpoint-memory-gib": (float, 0.0),
+    "--resilient-checkpoint-mtbf-seconds": (float, 0.0),
     "--resilient-checkpoint-keep": (int, 2),
     "--resilient-checkpoint-stall-seconds": (float, 60.0),
     "--resilient-run-dir": (str, None),

@@ -39,6 +39,7 @@ from megatron_resilient.mcore.checkpointing.contents import Contents, Signature,
 from megatron_resilient.mcore.checkpointing.layout import Layout
 from megatron_resilient.mcore.checkpointing.recipe import Files, Recipe
 from megatron_resilient.mcore.checkpointing.storage import Storage
+from megatron_resilient.mcore.checkpointing.tuning import Measured, interval, snapshot_experts
 from megatron_resilient.mcore.recovery import faults
 from megatron_resilient.mcore.recovery.arrays import Arrays, merged
 
@@ -134,6 +135,9 @@ class Saver:
         self._snapshot = Snapshot()
         self._copying: tuple[Save, Future[None]] | None = None
         self._pending: list[Save] = []
+        self._measured = Measured()
+        self._told = [0] * len(self._measured.told())
+        self._begun = 0.0
         self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
         self._manifests = ThreadPoolExecutor(1, "checkpoint-manifest")
 
@@ -152,6 +156,7 @@ class Saver:
         """
         begun = time.perf_counter()
         self.before_update()
+        self._begun = begun
         ended: list[Saved] = []
         while len(self._pending) >= _MOST_PENDING:
             ended += self._wait()
@@ -182,6 +187,7 @@ class Saver:
             return
         (save, copied), self._copying = self._copying, None
         begun = time.perf_counter()
+        self._measured.free_seconds = begun - self._begun
         try:
             copied.result()
         except CheckpointError as error:
@@ -195,6 +201,7 @@ class Saver:
         Returns:
             Those that have come to an end.
         """
+        self._measured.between_steps()
         # While a save is being copied its thread has the buffers, on some rank if not on this one.
         if not self._pending or self._copying is not None:
             return []
@@ -203,11 +210,12 @@ class Saver:
         self._advance(save)
         device = torch.cuda.current_device()
         size = sum(file.bytes for file in save.written or ())
-        flags = torch.tensor(
-            [int(self._is_done(save)), int(save.failed is not None), size], device=device
-        )
+        times = [begun - save.begun, save.stall_seconds]
+        own = [int(self._is_done(save)), int(save.failed is not None), size]
+        own += [round(1e6 * each) for each in times] + self._measured.told()
+        flags = torch.tensor(own, device=device)
         dist.all_reduce(flags)
-        done, failed, size = flags.tolist()
+        done, failed, size, seconds, stall, *self._told = flags.tolist()
         ended = None
         if failed:
             ended = self._fail(save)
@@ -217,6 +225,8 @@ class Saver:
                 self._write_manifest(save)
             else:
                 ended = self._complete(save)
+                ranks = dist.get_world_size()
+                self._choose_interval(seconds / 1e6 / ranks, stall / 1e6 / ranks)
         save.stall_seconds += time.perf_counter() - begun
         return [] if ended is None else [ended]
 
@@ -282,11 +292,32 @@ class Saver:
             storage.saves,
             layers,
             experts,
-            storage.k_snapshot(k, experts),
+            self._k_snapshot(layout, k),
             k,
             storage.ledger.unsaved("snapshot"),
             storage.ledger.unsaved("persist", with_pending=True),
         )
+
+    def _k_snapshot(self, layout: Layout, k: int) -> int:
+        asked = self._config.checkpoint_snapshot_experts
+        if asked:
+            return min(layout.experts, max(k, asked))
+        return snapshot_experts(self._told, layout, k)
+
+    def _choose_interval(self, seconds: float, stall_seconds: float) -> None:
+        """Has saves come as often as pays, if the rate of faults was given."""
+        mtbf = self._config.checkpoint_mtbf_seconds
+        ranks = dist.get_world_size()
+        steps = interval(self._told, ranks, seconds, stall_seconds, mtbf) if mtbf else None
+        args = get_args()
+        if steps is not None and steps != args.save_interval:
+            args.save_interval = steps
+            if dist.get_rank() == 0:
+                print(
+                    f"a save every {steps} steps from now on: it takes {seconds:.2f} s, training "
+                    f"waits {stall_seconds:.3f} s for it, a fault is expected every {mtbf:g} s",
+                    flush=True,
+                )
 
     def _copy(
         self,
@@ -311,8 +342,11 @@ class Saver:
         buffer = storage.begin(save.step, [(each, recipe.dtype(each)) for each in stretches])
         save.recipe, save.files, save.buffer = recipe, files, buffer
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            begun = time.perf_counter()
             self._snapshot.start(items, buffer)
             self._snapshot.wait()
+            self._measured.copy_seconds = time.perf_counter() - begun
+            self._measured.copy_bytes = buffer.used_bytes
         storage.buffers.filled(buffer)
         if self._pending[0] is save:
             self._hand_over(save)

@@ -92,10 +92,6 @@ class Storage:
             self._k = DynamicK(experts, asked, self._config.checkpoint_lost_tokens)
         return self._k.k
 
-    def k_snapshot(self, k: int, experts: int) -> int:
-        """Returns how many experts of a layer the next save copies into memory."""
-        return min(experts, max(k, self._config.checkpoint_snapshot_experts))
-
     def plain(self, step: int, selection: TwoLevels) -> dict[str, Any]:
         """Notes a save that begins; returns its part of `Manifest.state`."""
         self.ledger.saved(step, selection)

@@ -24,12 +24,10 @@ from megatron_resilient.mcore.recovery import faults, hand_over, report
 from megatron_resilient.mcore.recovery.arrays import Arrays
 from megatron_resilient.mcore.recovery.live_state import LiveState, forget_error
 from megatron_resilient.mcore.recovery.old_state import OldState
+from megatron_resilient.mcore.recovery.signs import shows_a_failed_peer
 from megatron_resilient.mcore.reset import reset_megatron
 
 _session: "Session | None" = None
-
-# What gloo, NCCL and the store say when a peer is gone. torch has no class for it with gloo.
-_BROKEN = ("gloo", "nccl", "connection reset", "connection closed", "broken pipe", "socket")
 
 
 class Boundary(Exception):
@@ -93,15 +91,16 @@ class Session:
                     stop.code if isinstance(stop.code, int) else int(bool(stop.code))
                 )
                 raise
-            except ResilientError as error:
-                # A defect of the job, not of this node: started again it would come to the same.
-                self.member.finish(error_report.exit_code(error), error)
-                raise
             except BaseException as error:
-                if not self._survives(error):
+                if self._survives(error):
+                    self._leave(error)
+                    continue
+                if isinstance(error, ResilientError):
+                    # A defect of the job, not of this node: a new start would come to the same.
+                    self.member.finish(error_report.exit_code(error), error)
+                else:
                     self.member.leave_generation(_cause(error))
-                    raise
-                self._leave(error)
+                raise
             else:
                 self.member.finish(0)
                 if dist.is_initialized():  # an interpreter that ends with gloo groups may abort
@@ -246,16 +245,11 @@ class Session:
         self.old.complete_step()
 
     def _survives(self, error: BaseException) -> bool:
-        if isinstance(error, Fenced | Boundary):
+        if isinstance(error, Boundary) or shows_a_failed_peer(error):
             return True
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | ResilientError):
             return False
-        text = str(error).lower()
-        broken = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError | OSError) and any(word in text for word in _BROKEN)
-        )
-        # Cut sockets can surface as anything.
-        return broken or self.member.fenced
+        return self.member.fenced  # cut sockets can surface as anything
 
     def _leave(self, error: BaseException) -> None:
         """Gets out of a generation with what is needed for the next one."""
