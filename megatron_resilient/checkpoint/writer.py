@@ -164,7 +164,7 @@ class Writer:
         *,
         silence_seconds: float = 10.0,
         stall_seconds: float = 120.0,
-        niceness: int = 10,
+        niceness: int = 5,
         command: Sequence[str] | None = None,
     ) -> None:
         """Starts nothing yet.

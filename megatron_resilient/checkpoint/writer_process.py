@@ -3,9 +3,10 @@
     python -m megatron_resilient.checkpoint.writer_process PARENT_PID NICE FD...
 
 The descriptors are the memfds of `buffers.Buffers`. Orders come as JSON lines on stdin, answers go
-as JSON lines to stdout; `writer.py` is the other end. Every file is written under another name,
-made durable, and renamed; its folder is made durable at the end of the job. A job that fails leaves
-none of its files.
+as JSON lines to stdout; `writer.py` is the other end. Files are written under other names; when all
+of a job are, each is made durable and renamed, and then their folder is made durable. Storage had
+time for the first while the last was written, and commits once for many: on ext4 that takes a
+fraction of the time of one after the other. A job that fails leaves none of its files.
 
 It starts without torch and numpy, holds no copy of the data, and ends with its parent, however that
 ends. Signals that a job's manager sends to all processes are the parent's business: it decides
@@ -146,24 +147,27 @@ def _do(job: dict[str, Any], descriptor: int, progress: Progress) -> None:
     progress.begin(job["job"])
     progress.at("opening", job["root"])
     paths = [os.path.join(job["root"], file["path"]) for file in job["files"]]
+    partial = [path + TEMPORARY for path in paths]
     try:
         # Mapped for each job, as it may have grown; unmapped with the last view of it.
         memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
         files = [
             _write_file(path, file, memory, progress)
-            for path, file in zip(paths, job["files"], strict=True)
+            for path, file in zip(partial, job["files"], strict=True)
         ]
+        for path in paths:
+            _make_durable(path, progress)
         for folder in sorted({os.path.dirname(path) for path in paths}):
             progress.at("syncing", folder)
             _sync_folder(folder)
     except OSError as error:  # told to the parent, which tells all ranks
-        _remove(paths)
+        _remove(paths + partial)
         progress.end(error=error.strerror or str(error), errno=error.errno)
     except Exception as error:
-        _remove(paths)
+        _remove(paths + partial)
         progress.end(error=f"{type(error).__name__}: {error}", errno=None)
     except BaseException:
-        _remove(paths)
+        _remove(paths + partial)
         raise
     else:
         progress.end(files=files, seconds=time.monotonic() - begin)
@@ -172,18 +176,17 @@ def _do(job: dict[str, Any], descriptor: int, progress: Progress) -> None:
 def _write_file(
     path: str, file: dict[str, Any], memory: memoryview, progress: Progress
 ) -> dict[str, Any]:
-    """Writes one file from a buffer; it is durable under its name then, but for its folder."""
+    """Writes one file from a buffer."""
     tensors = [
         (Stretch(key, kind, start, stop), dtype, memory[offset : offset + size])
         for key, kind, start, stop, dtype, offset, size in file["tensors"]
     ]
     parts = encode_parts(tensors, file["path"])
-    temporary = path + TEMPORARY
-    progress.at("writing", path)
+    progress.at("writing", path.removesuffix(TEMPORARY))
     # While this thread waits for the storage, another one hashes: neither holds the GIL.
     digest = _Digest(parts)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             size = 0
             for chunk in _chunks(parts):
@@ -195,19 +198,26 @@ def _write_file(
                 os.posix_fadvise(descriptor, size, count, os.POSIX_FADV_DONTNEED)
                 size += count
                 progress.add(count)
-            progress.at("syncing", path)
-            os.fsync(descriptor)
         finally:
             os.close(descriptor)
         sha256 = digest.result()
-        progress.at("renaming", path)
-        os.rename(temporary, path)
     except BaseException:
         digest.stop()
-        _remove([temporary])
         raise
-    progress.add(0, files=1)
     return {"path": file["path"], "bytes": size, "sha256": sha256}
+
+
+def _make_durable(path: str, progress: Progress) -> None:
+    """Gives a file that was written its name; it is durable then, but for its folder."""
+    progress.at("syncing", path)
+    descriptor = os.open(path + TEMPORARY, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    progress.at("renaming", path)
+    os.rename(path + TEMPORARY, path)
+    progress.add(0, files=1)
 
 
 class _Digest:
