@@ -45,6 +45,11 @@ class ExpertLoad:
         known = self._counts.get(layer)
         self._counts[layer] = tokens if known is None else known + tokens
 
+    def own(self) -> dict[int, torch.Tensor]:
+        """Returns {layer: tokens per expert} of this rank alone, and starts anew. Local."""
+        counts, self._counts = self._counts, {}
+        return counts
+
     def take(self, group: "torch.distributed.ProcessGroup") -> dict[int, list[int]]:
         """Returns {layer: tokens per expert} summed over `group` and starts anew.
 

@@ -107,6 +107,7 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         result, replayed = steps.train_step(elastic, inner, *args, **kwargs)
     else:
         result = uneven.train_step(original, *args, **kwargs)
+    checkpoints.wait_for_copy()  # experts may move next
     seconds = replayed.seconds if replayed else time.perf_counter() - start
     should_exit = result[3]
     if _record is not None and not should_exit:

@@ -40,6 +40,9 @@ LAYOUTS = {
     "EP2 TP2 as experts": EP2 | TP2 | {"expert_tensor_parallel_size": 2},
     "EP2 VPP2": EP2 | PP2 | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
     "EP4 dropout": EP4 | {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    # A buffer that changes before the optimizer steps, when a copy may not be complete.
+    "EP4 expert bias": EP4
+    | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
 }
 PARTIAL = EP4 | {"resilient_checkpoint_experts": 2, "save_interval": 1}
 

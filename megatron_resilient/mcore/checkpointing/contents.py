@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,17 @@ from megatron_resilient.checkpoint.manifest import ArrayInfo
 from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.mcore import expert_rng
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.optimizer_state import single_optimizers
 from megatron_resilient.mcore.recovery.arrays import (
     Arrays,
     Buffers,
-    everything,
     merged,
     named_parameters,
     owned,
+    random_state,
+    stepped,
 )
 from megatron_resilient.mcore.recovery.old_state import scalars
-from megatron_resilient.mcore.recovery.progress import Progress
 
 # What must be equal in a model that loads a checkpoint; sizes that follow the world are not here.
 _IDENTITY = (
@@ -61,6 +63,32 @@ def identity(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name, None) for name in _IDENTITY}
 
 
+@dataclass(frozen=True)
+class Signature:
+    """Tells whether what a rank holds is still the same.
+
+    Attributes:
+        moments: parameters that have moments, by optimizer.
+        slots: of each layer: the object, of which a layer gets another one when experts move.
+    """
+
+    moments: tuple[int, ...]
+    slots: tuple["_Same", ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to what holds the very same object."""
+
+    held: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
 class Contents:
     """All state of one rank in one generation, as views and as plain values.
 
@@ -88,8 +116,15 @@ class Contents:
 
     def arrays(self) -> Arrays:
         """Returns the arrays; those of the optimizer and the model are views."""
-        own = everything(owned(self.model, self.optimizer), self._buffers)
-        return merged(own, random_of_experts())
+        return merged(self.stepped(), self._buffers.arrays(), random_state(), random_of_experts())
+
+    def stepped(self) -> Arrays:
+        """Returns, as views, what only an optimizer's step changes."""
+        return stepped(owned(self.model, self.optimizer))
+
+    def moving(self) -> Arrays:
+        """Returns the rest, as it is now: a forward or backward pass may change it."""
+        return merged(self._buffers.arrays(copied=True), random_state(), random_of_experts())
 
     def infos(self, arrays: Arrays) -> dict[str, ArrayInfo]:
         """Returns what each array is that this rank holds all or part of."""
@@ -104,10 +139,16 @@ class Contents:
         """Returns {layer: expert of each slot} of this rank's pipeline stage."""
         return {layer.layer_number: layer.holding for layer in self.layers}
 
+    def signature(self) -> Signature:
+        """Returns what is something else after experts have moved, or have got moments."""
+        return Signature(
+            tuple(len(single.optimizer.state) for single in single_optimizers(self.optimizer)),
+            tuple(_Same(layer.slots) for layer in self.layers),
+        )
+
     def values(self) -> dict[str, Any]:
-        """Returns the rest of the state that is the same on every rank, as plain values."""
+        """Returns what is the same on every rank and changes after the optimizer's step only."""
         return {
-            "progress": Progress.now(self.optimizer, self.scheduler).to_json(),
             "scheduler": _plain(self.scheduler.state_dict()),
             "counts": scalars(owned(self.model, self.optimizer)),
         }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import mpu
 from megatron.training import get_args
 from torch import nn
 
@@ -176,12 +175,14 @@ def save(step: int, progress: dict[str, Any]) -> str:
     """
     assert _generation is not None
     assert _storage is not None
-    group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    loads = _generation.load.take(group)
-    if dist.get_rank(group):
-        loads = {}
-    _generation.say(_generation.saver.save(step, progress, loads))
+    _generation.say(_generation.saver.save(step, progress, _generation.load.own()))
     return str(places.manifest_path(_storage.directory, step))
+
+
+def wait_for_copy() -> None:
+    """Waits until nothing reads the state any more: a step is over, with an update or without."""
+    if _generation is not None:
+        _generation.saver.before_update()
 
 
 def poll() -> None:

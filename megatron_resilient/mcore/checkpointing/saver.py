@@ -2,47 +2,52 @@
 
 A save goes through these stages, the same on every rank and in the order of saves:
 
-1. `save`: who writes what is planned, and this rank's share begins to be copied into host memory.
-2. `before_update`: the copy is waited for, because the optimizer changes what it reads.
-3. The worker writes the copy into files. Between two steps `poll` asks all ranks whether they are
+1. `save`: one all-reduce, and what a forward pass changes is copied.
+2. A thread finds out what this rank writes, copies it into host memory, and hands it to the worker.
+3. `before_update`: the thread is waited for, because the optimizer changes what it reads.
+4. The worker writes the copy into files. Between two steps `poll` asks all ranks whether they are
    done: one small all-reduce, and only while a save is on its way.
-4. Rank 0 writes the manifest, and with it the save is there.
+5. Rank 0 writes the manifest, and with it the save is there.
 
 Where a rank fails all of them hear of it in `poll`, and training goes on to the next save.
 """
 
+import contextlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.training import get_args
 
 from megatron_resilient.algorithms.expert_selection import TwoLevels, select_two_levels
-from megatron_resilient.algorithms.refill_plan import Piece
-from megatron_resilient.algorithms.write_plan import Masters, Unit
+from megatron_resilient.algorithms.write_plan import Masters
 from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint import gc
 from megatron_resilient.checkpoint.buffers import Buffer
 from megatron_resilient.checkpoint.manifest import DataFile, Manifest, Stretch
-from megatron_resilient.checkpoint.snapshot import Snapshot, contents
-from megatron_resilient.checkpoint.writer import FileJob, WriteFailed
+from megatron_resilient.checkpoint.snapshot import Snapshot
+from megatron_resilient.checkpoint.writer import FileJob, WriteFailed, WrittenFile
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import CheckpointConfig
 from megatron_resilient.errors import CheckpointError
-from megatron_resilient.mcore.checkpointing.contents import Contents, identity
-from megatron_resilient.mcore.checkpointing.layout import Kinds, Layout
+from megatron_resilient.mcore.checkpointing.contents import Contents, Signature, identity
+from megatron_resilient.mcore.checkpointing.layout import Layout
+from megatron_resilient.mcore.checkpointing.recipe import Files, Recipe
 from megatron_resilient.mcore.checkpointing.storage import Storage
-from megatron_resilient.mcore.recovery.arrays import Arrays
+from megatron_resilient.mcore.recovery.arrays import Arrays, merged
 
 _POLL_SECONDS = 0.01
 # On their way at once: one is written, one copied. The third buffer has the newest that is durable.
 _MOST_PENDING = 2
 
-Items = list[tuple[Stretch, torch.Tensor]]
+# Recipes that are kept: more than there are turns of a selection in turn, for most models.
+_RECIPES = 64
+_SIZE_BYTES, _DIGEST_BYTES = 8, 32  # of a file, as ranks tell each other of it
 
 
 @dataclass
@@ -52,14 +57,15 @@ class Save:
     Attributes:
         step: after which it was taken.
         begun: clock when it began.
-        selection: experts that it has, by MoE layer.
-        plain: `Manifest.state`.
-        exact: it has all experts.
-        files: that this rank writes: (path, stretches).
-        buffer: with the copy; None if that failed.
+        folder: of its files, relative to the directory.
+        plain: `Manifest.state`; whole on rank 0 only.
+        recipe: who writes what; None until this rank has planned it.
+        files: that this rank writes.
+        buffer: with the copy; None until it is begun.
         job: number of the worker's job; None until it has one.
         written: what this rank's worker wrote; None until then.
-        all_written: what all ranks wrote; None until they have.
+        told: of every rank and file size and digest, as bytes; None until all have written.
+        bytes: written by all ranks.
         manifest: rank 0's writing of the manifest.
         failed: why this rank cannot go on with it.
         stall_seconds: how long training waited for it on this rank.
@@ -67,14 +73,15 @@ class Save:
 
     step: int
     begun: float
-    selection: TwoLevels
+    folder: str
     plain: dict[str, Any]
-    exact: bool
-    files: list[tuple[str, tuple[Stretch, ...]]] = field(default_factory=list)
+    recipe: Recipe | None = None
+    files: Files = ()
     buffer: Buffer | None = None
     job: int | None = None
-    written: list[DataFile] | None = None
-    all_written: list[DataFile] | None = None
+    written: tuple[WrittenFile, ...] | None = None
+    told: list[bytes] | None = None
+    bytes: int = 0
     manifest: "Future[None] | None" = None
     failed: str | None = None
     stall_seconds: float = 0.0
@@ -121,67 +128,64 @@ class Saver:
         self._storage, self._contents, self._config = storage, contents_, config
         self._retain_interval = retain_interval
         self._layout: Layout | None = None
-        self._layout_of: object = None
+        self._layout_of: Signature | None = None
+        self._recipes: dict[tuple[Any, ...], Recipe] = {}
         self._snapshot = Snapshot()
-        self._copying: Save | None = None
+        self._copying: tuple[Save, Future[None]] | None = None
         self._pending: list[Save] = []
+        self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
         self._manifests = ThreadPoolExecutor(1, "checkpoint-manifest")
 
-    def save(self, step: int, progress: dict[str, Any], loads: dict[int, list[int]]) -> list[Saved]:
+    def save(
+        self, step: int, progress: dict[str, Any], loads: Mapping[int, torch.Tensor]
+    ) -> list[Saved]:
         """Begins a save, between two steps. Collective.
 
         Args:
             step: steps done.
             progress: see `recovery.progress`.
-            loads: {layer: tokens per expert since the save before}, of this rank's pipeline stage;
-                empty where another rank of the stage says it.
+            loads: {layer: tokens per expert since the save before}, of this rank.
 
         Returns:
             What came of earlier saves that had to be waited for.
         """
         begun = time.perf_counter()
+        self.before_update()
         ended: list[Saved] = []
         while len(self._pending) >= _MOST_PENDING:
             ended += self._wait()
-        told = gather_json([secrets.token_hex(6), sorted(loads.items())])
-        nonce = told[0][0]
-        layout = self._find_layout()
-        storage = self._storage
-        storage.count({int(n): tokens for _, each in told for n, tokens in each}, layout)
+        now = self._contents.signature()
+        nonce, tokens, has_changed = self._agree(loads, now != self._layout_of)
+        if has_changed:
+            self._layout, self._layout_of = Layout.gather(self._contents), now
+            self._recipes.clear()
+        layout, storage = self._layout, self._storage
+        assert layout is not None
+        storage.count(tokens, layout)
         selection = self._select(layout)
-        persist, beside = layout.kinds(selection, self._masters)
-        plain = {
-            **self._contents.values(),
-            "progress": progress,
-            "placement": {str(n): holding for n, holding in layout.placement.items()},
-            **storage.plain(step, selection),
-        }
-        exact = set(persist) == set(layout.arrays) and all(
-            set(own) == set(layout.arrays[key].kinds) for key, own in persist.items()
-        )
-        save = Save(step, begun, selection, plain, exact)
+        plain = {"progress": progress, **storage.plain(step, selection)}
+        save = Save(step, begun, places.save_folder(step, nonce), plain)
         self._pending.append(save)
         storage.saves += 1
-        try:
-            self._begin_copy(save, layout, persist, beside, places.save_folder(step, nonce))
-        except CheckpointError as error:
-            save.failed = str(error)
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        copied = self._copies.submit(
+            self._copy, save, layout, selection, self._contents.moving(), stream
+        )
+        self._copying = save, copied
         save.stall_seconds = time.perf_counter() - begun
         return ended
 
     def before_update(self) -> None:
         """Waits until the copy of a save is complete: the optimizer is about to step. Local."""
-        save, self._copying = self._copying, None
-        if save is None:
+        if self._copying is None:
             return
-        assert save.buffer is not None
+        (save, copied), self._copying = self._copying, None
+        begun = time.perf_counter()
         try:
-            save.stall_seconds += self._snapshot.wait()
+            copied.result()
         except CheckpointError as error:
             save.failed = str(error)
-        else:
-            self._storage.buffers.filled(save.buffer)
-        self._advance(self._pending[0])
+        save.stall_seconds += time.perf_counter() - begun
 
     def poll(self) -> list[Saved]:
         """Looks how far saves have come, between two steps. Collective while one is on its way.
@@ -189,22 +193,25 @@ class Saver:
         Returns:
             Those that have come to an end.
         """
-        if not self._pending:
+        # While a save is being copied its thread has the buffers, on some rank if not on this one.
+        if not self._pending or self._copying is not None:
             return []
         begun = time.perf_counter()
         save = self._pending[0]
         self._advance(save)
         device = torch.cuda.current_device()
+        size = sum(file.bytes for file in save.written or ())
         flags = torch.tensor(
-            [int(self._is_done(save)), int(save.failed is not None)], device=device
+            [int(self._is_done(save)), int(save.failed is not None), size], device=device
         )
         dist.all_reduce(flags)
-        done, failed = flags.tolist()
+        done, failed, size = flags.tolist()
         ended = None
         if failed:
             ended = self._fail(save)
         elif done == dist.get_world_size():
-            if save.all_written is None:
+            if save.told is None:
+                save.bytes = size
                 self._write_manifest(save)
             else:
                 ended = self._complete(save)
@@ -227,6 +234,7 @@ class Saver:
         for save in self._pending:
             self._storage.give_up(save.step, save.buffer, save.job)
         self._pending.clear()
+        self._copies.shutdown(wait=True)
         self._manifests.shutdown(wait=True)
 
     def _wait(self) -> list[Saved]:
@@ -240,13 +248,26 @@ class Saver:
     def _masters(self) -> Masters:
         return "all" if self._config.checkpoint_masters == "all" else "selected"
 
-    def _find_layout(self) -> Layout:
-        """Returns who holds what; asked anew when experts have moved. Collective."""
-        now = repr(self._contents.holdings())
-        moments = len(self._contents.values()["counts"])
-        if self._layout is None or self._layout_of != (now, moments):
-            self._layout, self._layout_of = Layout.gather(self._contents), (now, moments)
-        return self._layout
+    def _agree(
+        self, loads: Mapping[int, torch.Tensor], has_changed: bool
+    ) -> tuple[str, dict[int, list[int]], bool]:
+        """Returns a nonce, the loads of all ranks, and whether any has changed. One all-reduce."""
+        args = get_args()
+        experts = args.num_experts or 0
+        layers = args.num_layers + (args.mtp_num_layers or 0)
+        device = torch.cuda.current_device()
+        told = torch.zeros(2 + layers * experts, dtype=torch.int64, device=device)
+        told[0] = int(has_changed)
+        if dist.get_rank() == 0:
+            told[1] = secrets.randbits(48)
+        for layer, tokens in loads.items():
+            told[2:].view(layers, experts)[layer - 1] = tokens
+        dist.all_reduce(told)
+        changed, nonce, *counts = told.tolist()
+        tokens = {
+            layer + 1: counts[layer * experts : (layer + 1) * experts] for layer in range(layers)
+        }
+        return f"{nonce:012x}", tokens, changed > 0
 
     def _select(self, layout: Layout) -> TwoLevels:
         storage, layers, experts = self._storage, len(layout.layers), layout.experts
@@ -265,48 +286,71 @@ class Saver:
             storage.ledger.unsaved("persist", with_pending=True),
         )
 
-    def _begin_copy(
-        self, save: Save, layout: Layout, persist: Kinds, beside: Kinds, folder: str
+    def _copy(
+        self,
+        save: Save,
+        layout: Layout,
+        selection: TwoLevels,
+        moving: Arrays,
+        stream: "torch.cuda.Stream | None",
     ) -> None:
-        own, rank = self._contents.arrays(), dist.get_rank()
-        items: Items = []
-        for number, unit in enumerate(layout.plan(persist).units[rank]):
-            for mark, kinds in _parts(unit, persist, apart=self._masters == "all"):
-                part = _views(own, unit.pieces, kinds)
-                path = _path(folder, unit, number, mark, rank)
-                save.files.append((path, tuple(stretch for stretch, _ in part)))
-                items += part
-        for unit in layout.plan(beside).units[rank] if beside else ():
-            items += _views(own, unit.pieces, beside)
-        if save.files:
-            places.create_save(self._storage.directory, save.step, folder.rpartition(".")[2])
-        buffer = self._storage.begin(save.step, contents(items))
-        save.buffer, self._copying = buffer, save
-        self._snapshot.start(items, buffer)
+        """Copies this rank's share and hands it to the worker; in a thread."""
+        storage, rank = self._storage, dist.get_rank()
+        recipe = self._find_recipe(layout, selection)
+        files = recipe.files(rank, save.folder)
+        stretches = [stretch for _, own in files for stretch in own] + recipe.in_memory(rank)
+        if rank == 0:
+            placement = {str(number): holding for number, holding in layout.placement.items()}
+            save.plain |= {**self._contents.values(), "placement": placement}
+        if files:
+            places.create_save(storage.directory, save.step, save.folder.rpartition(".")[2])
+        own = merged(self._contents.stepped(), moving)
+        items = [(stretch, _view(own, stretch)) for stretch in stretches]
+        buffer = storage.begin(save.step, [(each, recipe.dtype(each)) for each in stretches])
+        save.recipe, save.files, save.buffer = recipe, files, buffer
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            self._snapshot.start(items, buffer)
+            self._snapshot.wait()
+        storage.buffers.filled(buffer)
+        if self._pending[0] is save:
+            self._hand_over(save)
+
+    def _find_recipe(self, layout: Layout, selection: TwoLevels) -> Recipe:
+        key = tuple(map(tuple, selection))
+        if key not in self._recipes:
+            if len(self._recipes) >= _RECIPES:
+                self._recipes.clear()
+            self._recipes[key] = Recipe.make(layout, selection, self._masters)
+        return self._recipes[key]
+
+    def _hand_over(self, save: Save) -> None:
+        """Gives the oldest save to the worker, unless that has one that was given up."""
+        assert save.buffer is not None
+        if self._storage.buffers.next_to_persist() is None:
+            self._storage.sweep()
+            return
+        entries = iter(save.buffer.entries)  # in the files' order
+        jobs = (
+            FileJob(path, tuple(next(entries) for _ in stretches)) for path, stretches in save.files
+        )
+        save.job = self._storage.write(save.buffer, tuple(jobs))
 
     def _advance(self, save: Save) -> None:
         """Gives the oldest save to the worker, or hears what came of it. Local."""
-        storage = self._storage
-        if save.failed is not None or save is self._copying or save.written is not None:
+        if save.failed is not None or save.written is not None:
             return
         if save.job is None:
-            if storage.buffers.next_to_persist() is None:  # the worker has one that was given up
-                storage.sweep()
-                return
-            assert save.buffer is not None
-            save.job = storage.write(save.buffer, _file_jobs(save))
-        result = storage.result(save.job)
+            self._hand_over(save)
+        if save.job is None:
+            return
+        result = self._storage.result(save.job)
         if isinstance(result, WriteFailed):
             save.failed = str(result)
         elif result is not None:
-            stretches = dict(save.files)
-            save.written = [
-                DataFile(each.path, save.step, each.bytes, each.sha256, stretches[each.path])
-                for each in result.files
-            ]
+            save.written = result.files
 
     def _is_done(self, save: Save) -> bool:
-        if save.all_written is None:
+        if save.told is None:
             return save.written is not None
         if save.manifest is None or not save.manifest.done():
             return save.manifest is None
@@ -318,34 +362,44 @@ class Saver:
         return True
 
     def _write_manifest(self, save: Save) -> None:
-        """Has rank 0 write the manifest. Collective."""
-        told = gather_json([_file_to_plain(file) for file in save.written or ()])
-        save.all_written = [_file_from_plain(each) for own in told for each in own]
+        """Has rank 0 write the manifest; it knows all but sizes and digests. Collective."""
+        assert save.recipe is not None
+        assert save.written is not None
+        device = torch.cuda.current_device()
+        text = b"".join(
+            each.bytes.to_bytes(_SIZE_BYTES, "little") + bytes.fromhex(each.sha256)
+            for each in save.written
+        )
+        padded = text.ljust(save.recipe.most_files * (_SIZE_BYTES + _DIGEST_BYTES), b"\0")
+        own = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        save.told = []
         if dist.get_rank() == 0:
+            save.told = [bytes(each.cpu().numpy()) for each in gathered]
             # What became of the saves before it is known only now.
             save.plain["tokens"]["persist"] = self._storage.ledger.persist_marks(save.step)
-            save.manifest = self._manifests.submit(self._finish_on_storage, save, self._layout)
+            save.manifest = self._manifests.submit(self._finish_on_storage, save)
 
-    def _finish_on_storage(self, save: Save, layout: Layout) -> None:
-        storage = self._storage
-        assert save.all_written is not None
+    def _finish_on_storage(self, save: Save) -> None:
+        storage, recipe = self._storage, save.recipe
+        assert recipe is not None
+        files = _all_files(save)
         kept: Iterable[DataFile] = ()
-        if not save.exact:
+        if not recipe.is_exact:
             assert storage.base is not None
             base = places.read_manifest(places.manifest_path(storage.directory, storage.base))
-            new = {(s.key, s.kind) for file in save.all_written for s in file.stretches}
+            new = {(s.key, s.kind) for file in files for s in file.stretches}
             kept = [f for f in base.files if not any((s.key, s.kind) in new for s in f.stretches)]
-        from megatron.training import get_args
-
         manifest = Manifest(
             step=save.step,
             run=storage.run,
             written=time.time(),
-            exact=save.exact,
+            exact=recipe.is_exact,
             model=identity(get_args()),
             state=save.plain,
-            arrays=layout.arrays,
-            files=(*save.all_written, *kept),
+            arrays=recipe.layout.arrays,
+            files=(*files, *kept),
         )
         places.write_manifest(storage.directory, manifest)
         if self._config.checkpoint_keep:
@@ -358,17 +412,13 @@ class Saver:
     def _complete(self, save: Save) -> Saved:
         self._pending.remove(save)
         assert save.buffer is not None
-        assert save.all_written is not None
         self._storage.durable(save.step, save.buffer)
-        size = sum(file.bytes for file in save.all_written)
-        return self._ended(save, None, size)
+        return self._ended(save, None, save.bytes)
 
     def _fail(self, save: Save) -> Saved:
         """Gives one up on all ranks. Collective."""
         told = gather_json(save.failed)
         why = next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
-        if save is self._copying:
-            self.before_update()
         self._pending.remove(save)
         self._storage.give_up(save.step, save.buffer, save.job)
         return self._ended(save, why, 0)
@@ -379,57 +429,25 @@ class Saver:
         return Saved(save.step, failed, path, seconds, save.stall_seconds, size)
 
 
-def _parts(unit: Unit, kinds: Kinds, apart: bool) -> list[tuple[str, Kinds]]:
-    """Returns what of a unit is to be together in a file: (a mark for its name, kinds by key).
-
-    Where later saves may replace the fp32 values of an expert without its moments they stand in
-    files of their own.
-    """
-    own = {piece.key: kinds[piece.key] for piece in unit.pieces}
-    if not (apart and unit.name.startswith("expert/")):
-        return [("", own)]
-    main = {key: ("main",) for key, each in own.items() if "main" in each}
-    moments = {key: tuple(k for k in each if k != "main") for key, each in own.items()}
-    parts = [("main", main), ("moments", {key: each for key, each in moments.items() if each})]
-    return [(mark, part) for mark, part in parts if part]
+def _view(own: Arrays, stretch: Stretch) -> torch.Tensor:
+    """Returns a stretch of what this rank holds, as a view."""
+    for start, kinds in own.store[stretch.key]:
+        tensor = kinds[stretch.kind]
+        if start <= stretch.start and stretch.stop <= start + tensor.numel():
+            return tensor[stretch.start - start : stretch.stop - start]
+    raise AssertionError(f"{stretch} is not here, as it was when the layout was made")
 
 
-def _file_jobs(save: Save) -> tuple[FileJob, ...]:
-    """Returns what of the buffer goes into which file: its entries are in the files' order."""
-    assert save.buffer is not None
-    entries = iter(save.buffer.entries)
-    return tuple(
-        FileJob(path, tuple(next(entries) for _ in stretches)) for path, stretches in save.files
-    )
-
-
-def _views(own: Arrays, pieces: Iterable[Piece], kinds: Kinds) -> Items:
-    """Returns pieces of what this rank holds, kind by kind, as views."""
-    found: Items = []
-    for piece in pieces:
-        for start, tensors in own.store[piece.key]:
-            low = max(start, piece.start)
-            high = min(start + next(iter(tensors.values())).numel(), piece.stop)
-            if low >= high:
-                continue
-            for kind in kinds.get(piece.key, ()):
-                view = tensors[kind][low - start : high - start]
-                found.append((Stretch(piece.key, kind, low, high), view))
+def _all_files(save: Save) -> list[DataFile]:
+    """Returns what all ranks wrote, from the recipe and what they told."""
+    assert save.recipe is not None
+    assert save.told is not None
+    found = []
+    for rank, told in enumerate(save.told):
+        for number, (path, stretches) in enumerate(save.recipe.files(rank, save.folder)):
+            start = number * (_SIZE_BYTES + _DIGEST_BYTES)
+            digest = start + _SIZE_BYTES
+            size = int.from_bytes(told[start:digest], "little")
+            sha256 = told[digest : digest + _DIGEST_BYTES].hex()
+            found.append(DataFile(path, save.step, size, sha256, stretches))
     return found
-
-
-def _path(folder: str, unit: Unit, number: int, mark: str, rank: int) -> str:
-    if not unit.name.startswith("expert/"):
-        return places.dense_file(folder, number, rank)
-    layer, expert, part = map(int, unit.name.split("/")[1:])
-    path = places.expert_file(folder, layer, expert, part, rank)
-    return path.replace(".safetensors", f".{mark}.safetensors") if mark else path
-
-
-def _file_to_plain(file: DataFile) -> list[Any]:
-    return [file.path, file.step, file.bytes, file.sha256, file.stretches]
-
-
-def _file_from_plain(plain: list[Any]) -> DataFile:
-    path, step, size, digest, stretches = plain
-    return DataFile(path, step, size, digest, tuple(Stretch(*each) for each in stretches))

@@ -202,11 +202,16 @@ class Buffers:
             if not parameter.requires_grad
         ]
 
-    def arrays(self) -> Arrays:
-        """Returns them as views."""
+    def arrays(self, copied: bool = False) -> Arrays:
+        """Returns them as views.
+
+        Args:
+            copied: buffers, which change within a step, in memory of their own.
+        """
         arrays = Arrays()
         for key, module, own in self._buffers:  # modules put other tensors there, too
-            arrays.add(key, 0, {"value": module._buffers[own].data.view(-1)})
+            value = module._buffers[own].data.view(-1)
+            arrays.add(key, 0, {"value": value.clone() if copied else value})
         for key, parameter in self._frozen:
             arrays.add(key, 0, {"value": parameter.data.view(-1)})
         return arrays
