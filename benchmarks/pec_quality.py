@@ -223,8 +223,8 @@ def main() -> int:
         console.print(read(name, ends[name], noise))
     console.print(
         f"Another seed alone moves the loss at the end by {noise:.4f} (standard deviation). A "
-        "model of this size, trained for minutes, says how much a restart sets back, and nothing about "
-        "what is left of it after a long training, or about a large model's experts.",
+        "model of this size, trained for minutes, says how much a restart sets back, and nothing "
+        "about what is left of it after a long training, or about a large model's experts.",
         soft_wrap=True,
     )
     console.print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}", style="dim")
