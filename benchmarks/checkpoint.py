@@ -4,7 +4,9 @@ Gloo ranks of this machine's CPU train the same model with 8 and with 16 experts
 the other in the same processes, and save every few steps. Measured are, as medians over the saves
 after the first of each run:
 
-stall: what training waits for a save, on the rank that waits longest (checkpoint_ranks.py).
+stall: what training waits for a save, on the rank that waits longest (checkpoint_ranks.py); and how
+    much of that is processor time of the waiting thread, which other programs on the machine
+    disturb less.
 durable: from the beginning of the save to the time of the file that makes it visible: our manifest,
     Megatron's tracker, DCP's .metadata.
 bytes: of a save, all files.
@@ -72,7 +74,7 @@ SYSTEMS = {
 SAMPLE_SECONDS = 0.05
 # What a save of a rank has to fit into: two copies and a little; the third buffer is for more.
 COPIES = 2.25
-console = Console(width=130, highlight=False)
+console = Console(width=140, highlight=False)
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Measured:
 
     Attributes:
         stalls: seconds.
+        processor: seconds of the thread that trains, within the stalls.
         parts: {what training waited in: seconds}, of the same saves.
         durable: seconds.
         sizes: bytes.
@@ -91,6 +94,7 @@ class Measured:
     """
 
     stalls: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
     durable: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -193,6 +197,7 @@ def measure(
             waits = [sum(each.get(p, 0.0) for p in ("save", "polls", "update")) for each in saves]
             slowest = max(range(len(waits)), key=waits.__getitem__)
             into.stalls.append(waits[slowest])
+            into.processor.append(saves[slowest]["processor"])
             for part in ("save", "polls", "update"):
                 into.parts.setdefault(part, []).append(saves[slowest].get(part, 0.0))
             step, begun = saves[0]["step"], saves[0]["time"]
@@ -268,7 +273,15 @@ def show(experts: int, all_measured: dict[str, Measured], args: argparse.Namespa
         f"load {os.getloadavg()[0]:.1f}; medians of {args.rounds * args.saves} saves"
     )
     table.add_column("system")
-    for column in ("stall ms", "range", "save + polls + update", "durable s", "range", "MB"):
+    for column in (
+        "stall ms",
+        "range",
+        "save + polls + update",
+        "CPU ms",
+        "durable s",
+        "range",
+        "MB",
+    ):
         table.add_column(column, justify="right")
     for column in ("to Eq. 6", "memory MB", "later ms"):
         table.add_column(column, justify="right")
@@ -279,6 +292,7 @@ def show(experts: int, all_measured: dict[str, Measured], args: argparse.Namespa
             f"{1000 * statistics.median(one.stalls):.1f}",
             f"{1000 * min(one.stalls):.0f} to {1000 * max(one.stalls):.0f}",
             parts,
+            f"{1000 * statistics.median(one.processor):.1f}",
             f"{statistics.median(one.durable):.2f}",
             f"{min(one.durable):.2f} to {max(one.durable):.2f}",
             f"{statistics.median(one.sizes) / 1e6:.1f}",
@@ -317,16 +331,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--saves", type=int, default=5, help="of a run; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--saves", type=int, default=3, help="of a run; default: %(default)s")
     parser.add_argument("--interval", type=int, default=8, help="steps between saves")
     parser.add_argument("--dir", help="folder to save in; default: that of temporary files")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     kept = True
     with PretrainPool(args.ranks) as pool:
         for experts in args.experts:
-            measured = {name: Measured() for name in args.systems}
+            measured = {name: Measured() for name in SYSTEMS}
             for number in range(args.rounds):
                 names = list(measured)
                 for name in names[number % len(names) :] + names[: number % len(names)]:

@@ -19,6 +19,11 @@ from megatron_resilient.mcore.checkpointing.saver import Saver
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
+def _now() -> tuple[float, float]:
+    """Returns the clock, and the processor time of this thread."""
+    return time.perf_counter(), time.thread_time()
+
+
 class Watch:
     """Wraps the functions of one run, and takes their times.
 
@@ -36,7 +41,7 @@ class Watch:
         watch = self
 
         def before_update(saver: Saver) -> None:
-            begun = time.perf_counter()
+            begun = _now()
             watch._update(saver)
             watch._add("update", begun)
 
@@ -48,15 +53,16 @@ class Watch:
         Saver.before_update = self._update  # type: ignore[method-assign]
         return self.saves
 
-    def _add(self, name: str, begun: float) -> None:
+    def _add(self, name: str, begun: tuple[float, float]) -> None:
         if self.saves:
-            now = time.perf_counter()
-            self.saves[-1][name] = self.saves[-1].get(name, 0.0) + now - begun
+            save, now = self.saves[-1], _now()
+            save[name] = save.get(name, 0.0) + now[0] - begun[0]
+            save["processor"] = save.get("processor", 0.0) + now[1] - begun[1]
 
     def _on_save(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
         dist.barrier()
         self.saves.append({"step": iteration, "time": time.time(), "clock": time.perf_counter()})
-        begun = time.perf_counter()
+        begun = _now()
         if self._dcp is not None:
             result = self._dcp.save(iteration, *args[:3])
         else:
@@ -71,7 +77,7 @@ class Watch:
             self._poll(*args, **kwargs)
             return
         dist.barrier()
-        begun = time.perf_counter()
+        begun = _now()
         self._poll(*args, **kwargs)
         if is_last and self._dcp is not None:
             self._dcp.wait()

@@ -31,6 +31,7 @@ from queue import SimpleQueue
 
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_resilient.telemetry import read_events
@@ -170,11 +171,12 @@ def spread(values: list[float]) -> str:
 def read(name: str, values: list[float], noise: float) -> str:
     """Says what the differences of a case show, against what seeds alone make."""
     mean = statistics.fmean(values)
-    error = statistics.stdev(values) / len(values) ** 0.5
-    seen = "a difference" if abs(mean) > 2 * error + 1e-12 else "no difference that can be told"
+    # 95 % interval of the mean of so many seeds.
+    half = statistics.stdev(values) / len(values) ** 0.5 * float(t.ppf(0.975, len(values) - 1))
+    seen = "a difference" if abs(mean) > half + 1e-12 else "no difference that can be told"
     return (
-        f"{name}: {seen} at the end, {mean:+.4f} (standard error {error:.4f}), "
-        f"{abs(mean) / noise:.2f} times what another seed makes"
+        f"{name}: {seen} at the end, {mean:+.4f} (95 %: ± {half:.4f}), {abs(mean) / noise:.2f} times "
+        "what another seed makes"
     )
 
 
@@ -220,7 +222,7 @@ def main() -> int:
     exact = all(own.losses == base.losses for own, base in zip(found[FULL], free, strict=True))
     console.print(f"full saves: losses {'equal' if exact else 'NOT equal'} in every bit")
     for name in list(CASES)[2:]:
-        console.print(read(name, ends[name], noise))
+        console.print(read(name, ends[name], noise), soft_wrap=True)
     console.print(
         f"Another seed alone moves the loss at the end by {noise:.4f} (standard deviation). A "
         "model of this size, trained for minutes, says how much a restart sets back, and nothing "
