@@ -13,8 +13,6 @@ bytes: of a save, all files.
 memory: the most that all processes together take above what they took before the first save.
     Proportional set sizes are summed, so what processes share (our buffers, pages of a forked
     child) counts once. Page cache of files is not in it.
-later: how much longer training took, per save, than the same steps without: stall, and what
-    writing takes from cores and memory.
 
 All of them call fsync on their data. Ours has also a SHA-256 of each file, and fsyncs its manifest
 and folders; the peers have no digest of data, and Megatron does not fsync its tracker and metadata.
@@ -36,7 +34,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -90,7 +87,6 @@ class Measured:
         eq6: bytes that MoC-System's Eq. 6 says; 0 for peers.
         memory: bytes above those before the first save, the most of each run.
         buffers: bytes of our buffers, the most of one rank.
-        later: seconds that training took longer, per save; one of each run.
     """
 
     stalls: list[float] = field(default_factory=list)
@@ -101,7 +97,6 @@ class Measured:
     eq6: int = 0
     memory: list[int] = field(default_factory=list)
     buffers: int = 0
-    later: list[float] = field(default_factory=list)
 
 
 class Memory(threading.Thread):
@@ -206,7 +201,6 @@ def measure(
             into.sizes.append(size)
         into.memory.append(peak(memory.samples, answers[0]["end_seconds"], ranks[0]))
         into.buffers = max(into.buffers, memory.buffers)
-        into.later.append(later(answers[0]["end_seconds"], args))
         if name in (EXACT, PARTIAL, MASTERS):
             into.eq6 = eq6(save, args.interval, name, experts)
 
@@ -232,14 +226,6 @@ def peak(samples: list[tuple[float, int]], ends: list[float], saves: list[dict])
     before = [size for at, size in samples if ends[1] < at < saves[0]["clock"]]
     after = [size for at, size in samples if saves[0]["clock"] < at < ends[-1]]
     return max(after) - int(statistics.median(before))
-
-
-def later(ends: list[float], args: argparse.Namespace) -> float:
-    """Returns how much longer steps with saves took, per save; `ends` of all steps."""
-    first = args.interval - 1
-    steps = [end - start for start, end in pairwise(ends)]
-    quiet = statistics.median(steps[1:first])
-    return sum(steps[first:-1]) / args.saves - quiet * len(steps[first:-1]) / args.saves
 
 
 def eq6(folder: Path, step: int, name: str, experts: int) -> int:
@@ -283,7 +269,7 @@ def show(experts: int, all_measured: dict[str, Measured], args: argparse.Namespa
         "MB",
     ):
         table.add_column(column, justify="right")
-    for column in ("to Eq. 6", "memory MB", "later ms"):
+    for column in ("to Eq. 6", "memory MB"):
         table.add_column(column, justify="right")
     for name, one in all_measured.items():
         parts = " + ".join(f"{1000 * statistics.median(one.parts[p]):.1f}" for p in one.parts)
@@ -298,7 +284,6 @@ def show(experts: int, all_measured: dict[str, Measured], args: argparse.Namespa
             f"{statistics.median(one.sizes) / 1e6:.1f}",
             f"{statistics.median(one.sizes) / one.eq6:.4f}" if one.eq6 else "",
             f"{max(one.memory) / 1e6:.0f}",
-            f"{1000 * statistics.median(one.later):.0f}",
         )
     console.print(table)
     stall = {name: statistics.median(one.stalls) for name, one in all_measured.items()}

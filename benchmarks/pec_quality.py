@@ -175,8 +175,8 @@ def read(name: str, values: list[float], noise: float) -> str:
     half = statistics.stdev(values) / len(values) ** 0.5 * float(t.ppf(0.975, len(values) - 1))
     seen = "a difference" if abs(mean) > half + 1e-12 else "no difference that can be told"
     return (
-        f"{name}: {seen} at the end, {mean:+.4f} (95 %: ± {half:.4f}), {abs(mean) / noise:.2f} "
-        "times what another seed makes"
+        f"{name}: {seen} at the end, {mean:+.4f} (95 %: ± {half:.4f}), "
+        f"{abs(mean) / noise:.2f} times what another seed makes"
     )
 
 
