@@ -25,10 +25,7 @@ from megatron_resilient.mcore.recovery.arrays import (
     stepped,
 )
 from megatron_resilient.mcore.recovery.old_state import scalars
-<<<<<<< HEAD
 from megatron_resilient.mcore.recovery.refill import show_to_model
-=======
->>>>>>> ckptE
 
 # What must be equal in a model that loads a checkpoint; sizes that follow the world are not here.
 _IDENTITY = (
@@ -124,17 +121,13 @@ class Contents:
 
     def stepped(self) -> Arrays:
         """Returns, as views, what only an optimizer's step changes."""
-<<<<<<< HEAD
         if self.optimizer is None:
             return self._weights()
-=======
->>>>>>> ckptE
         return stepped(owned(self.model, self.optimizer))
 
     def moving(self) -> Arrays:
         """Returns the rest, as it is now: a forward or backward pass may change it."""
         return merged(self._buffers.arrays(copied=True), random_state(), random_of_experts())
-<<<<<<< HEAD
 
     def show(self, arrays: Arrays) -> None:
         """Has the model compute with what its arrays were filled with. Collective.
@@ -159,8 +152,6 @@ class Contents:
     def _trained(self) -> dict[str, nn.Parameter]:
         named = named_parameters(self.model)
         return {key: parameter for key, parameter in named.items() if parameter.requires_grad}
-=======
->>>>>>> ckptE
 
     def infos(self, arrays: Arrays) -> dict[str, ArrayInfo]:
         """Returns what each array is that this rank holds all or part of."""

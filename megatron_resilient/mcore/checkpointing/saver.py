@@ -39,11 +39,8 @@ from megatron_resilient.mcore.checkpointing.contents import Contents, Signature,
 from megatron_resilient.mcore.checkpointing.layout import Layout
 from megatron_resilient.mcore.checkpointing.recipe import Files, Recipe
 from megatron_resilient.mcore.checkpointing.storage import Storage
-<<<<<<< HEAD
 from megatron_resilient.mcore.checkpointing.tuning import Measured, interval, snapshot_experts
 from megatron_resilient.mcore.recovery import faults
-=======
->>>>>>> ckptE
 from megatron_resilient.mcore.recovery.arrays import Arrays, merged
 
 _POLL_SECONDS = 0.01
@@ -138,12 +135,9 @@ class Saver:
         self._snapshot = Snapshot()
         self._copying: tuple[Save, Future[None]] | None = None
         self._pending: list[Save] = []
-<<<<<<< HEAD
         self._measured = Measured()
         self._told = [0] * len(self._measured.told())
         self._begun = 0.0
-=======
->>>>>>> ckptE
         self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
         self._manifests = ThreadPoolExecutor(1, "checkpoint-manifest")
 
@@ -162,10 +156,7 @@ class Saver:
         """
         begun = time.perf_counter()
         self.before_update()
-<<<<<<< HEAD
         self._begun = begun
-=======
->>>>>>> ckptE
         ended: list[Saved] = []
         while len(self._pending) >= _MOST_PENDING:
             ended += self._wait()
@@ -196,19 +187,13 @@ class Saver:
             return
         (save, copied), self._copying = self._copying, None
         begun = time.perf_counter()
-<<<<<<< HEAD
         self._measured.free_seconds = begun - self._begun
-=======
->>>>>>> ckptE
         try:
             copied.result()
         except CheckpointError as error:
             save.failed = str(error)
         save.stall_seconds += time.perf_counter() - begun
-<<<<<<< HEAD
         faults.point("copied", save.step)
-=======
->>>>>>> ckptE
 
     def poll(self) -> list[Saved]:
         """Looks how far saves have come, between two steps. Collective while one is on its way.
@@ -216,10 +201,7 @@ class Saver:
         Returns:
             Those that have come to an end.
         """
-<<<<<<< HEAD
         self._measured.between_steps()
-=======
->>>>>>> ckptE
         # While a save is being copied its thread has the buffers, on some rank if not on this one.
         if not self._pending or self._copying is not None:
             return []
@@ -228,20 +210,12 @@ class Saver:
         self._advance(save)
         device = torch.cuda.current_device()
         size = sum(file.bytes for file in save.written or ())
-<<<<<<< HEAD
         times = [begun - save.begun, save.stall_seconds]
         own = [int(self._is_done(save)), int(save.failed is not None), size]
         own += [round(1e6 * each) for each in times] + self._measured.told()
         flags = torch.tensor(own, device=device)
         dist.all_reduce(flags)
         done, failed, size, seconds, stall, *self._told = flags.tolist()
-=======
-        flags = torch.tensor(
-            [int(self._is_done(save)), int(save.failed is not None), size], device=device
-        )
-        dist.all_reduce(flags)
-        done, failed, size = flags.tolist()
->>>>>>> ckptE
         ended = None
         if failed:
             ended = self._fail(save)
@@ -324,7 +298,6 @@ class Saver:
             storage.ledger.unsaved("persist", with_pending=True),
         )
 
-<<<<<<< HEAD
     def _k_snapshot(self, layout: Layout, k: int) -> int:
         asked = self._config.checkpoint_snapshot_experts
         if asked:
@@ -346,8 +319,6 @@ class Saver:
                     flush=True,
                 )
 
-=======
->>>>>>> ckptE
     def _copy(
         self,
         save: Save,
@@ -371,16 +342,11 @@ class Saver:
         buffer = storage.begin(save.step, [(each, recipe.dtype(each)) for each in stretches])
         save.recipe, save.files, save.buffer = recipe, files, buffer
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-<<<<<<< HEAD
             begun = time.perf_counter()
             self._snapshot.start(items, buffer)
             self._snapshot.wait()
             self._measured.copy_seconds = time.perf_counter() - begun
             self._measured.copy_bytes = buffer.used_bytes
-=======
-            self._snapshot.start(items, buffer)
-            self._snapshot.wait()
->>>>>>> ckptE
         storage.buffers.filled(buffer)
         if self._pending[0] is save:
             self._hand_over(save)
@@ -433,10 +399,7 @@ class Saver:
 
     def _write_manifest(self, save: Save) -> None:
         """Has rank 0 write the manifest; it knows all but sizes and digests. Collective."""
-<<<<<<< HEAD
         faults.point("written", save.step)
-=======
->>>>>>> ckptE
         assert save.recipe is not None
         assert save.written is not None
         device = torch.cuda.current_device()
@@ -464,16 +427,12 @@ class Saver:
             assert storage.base is not None
             base = places.read_manifest(places.manifest_path(storage.directory, storage.base))
             new = {(s.key, s.kind) for file in files for s in file.stretches}
-<<<<<<< HEAD
             kept = [
                 file
                 for file in base.files
                 if file.expert is not None
                 and not any((each.key, each.kind) in new for each in file.stretches)
             ]
-=======
-            kept = [f for f in base.files if not any((s.key, s.kind) in new for s in f.stretches)]
->>>>>>> ckptE
         manifest = Manifest(
             step=save.step,
             run=storage.run,
@@ -495,12 +454,8 @@ class Saver:
     def _complete(self, save: Save) -> Saved:
         self._pending.remove(save)
         assert save.buffer is not None
-<<<<<<< HEAD
         self._storage.durable(save.step, save.buffer, dict(save.files))
         faults.point("saved", save.step)
-=======
-        self._storage.durable(save.step, save.buffer)
->>>>>>> ckptE
         return self._ended(save, None, save.bytes)
 
     def _fail(self, save: Save) -> Saved:
