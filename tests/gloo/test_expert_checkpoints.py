@@ -135,6 +135,7 @@ def test_partial_saves_rotate_and_say_what_a_restore_lost(pools, tmp_path):
     assert sizes[-1] == pytest.approx(expected, rel=0.02)
 
     model = MODEL | PARTIAL | {"train_iters": END + 2, "override_opt_param_scheduler": True}
+    model |= {"resilient_checkpoint_lost_tokens": 0}  # K stays
     longer = pools.plugin.run(**(model | {"save_interval": 100})).ok()
     assert longer.losses[:END] == whole.losses
     resumed = pools.plugin.run(**model, load=tmp_path, save=tmp_path).ok()
@@ -147,6 +148,15 @@ def test_partial_saves_rotate_and_say_what_a_restore_lost(pools, tmp_path):
     again = manifest(tmp_path, END + 1)
     assert not again.exact
     assert all(step <= END for expert, step in again.experts().items() if step != END + 1)
+
+
+def test_more_experts_are_saved_when_too_many_tokens_were_lost(pools, tmp_path):
+    pools.plugin.run(**(MODEL | PARTIAL), save=tmp_path).ok()
+    model = MODEL | PARTIAL | {"train_iters": END + 1, "override_opt_param_scheduler": True}
+    resumed = pools.plugin.run(**model, load=tmp_path, save=tmp_path).ok()
+    raised = re.search(r"partial saves write (\d+) experts of each layer", resumed.outputs[0])
+    assert int(raised[1]) > 2
+    assert manifest(tmp_path, END + 1).state["dynamic_k"]["k"] == int(raised[1])
 
 
 def test_with_all_masters_only_moments_grow_old(pools, tmp_path):
