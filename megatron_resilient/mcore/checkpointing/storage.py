@@ -179,7 +179,7 @@ class Storage:
         self.base, self.saves = facts["base"], facts["saves"]
         self._faults = facts["faults"]
         self.ledger = TokenLedger.from_plain(facts["tokens"])
-        self._k = DynamicK.from_plain(facts["dynamic_k"]) if facts["dynamic_k"] else None
+        self._take_up_k(facts["dynamic_k"])
 
     def resume(
         self, directory: Path, chosen: Chosen, planned: int, newer: Collection[Expert]
@@ -206,10 +206,18 @@ class Storage:
         marks |= _marks_of_replaced(directory, chosen, layers)
         lost = self.ledger.lost(marks, planned=[planned] * len(self.ledger.routed))
         self.ledger.restored()
-        if plain["dynamic_k"]:
-            self._k = DynamicK.from_plain(plain["dynamic_k"])
+        self._take_up_k(plain["dynamic_k"])
         self._faults = plain["faults"] + 1
         return sum(map(sum, lost.tokens)), lost.share
+
+    def _take_up_k(self, plain: Mapping[str, Any] | None) -> None:
+        """Goes on with the number of experts that faults have raised; flags of now count."""
+        self._k = None
+        asked = self._config.checkpoint_experts
+        if plain and asked:
+            self._k = DynamicK.from_plain(plain)
+            self._k.limit = self._config.checkpoint_lost_tokens
+            self._k.k = max(self._k.k, asked) if self._k.limit else asked
 
     def adapt_k(self, share: float, step: int, interval: int, total_steps: int) -> int | None:
         """Has saves write more experts if faults as frequent as so far would lose too many tokens.
