@@ -15,6 +15,7 @@ from megatron_resilient.checkpoint.buffers import Buffer, Entry
 from megatron_resilient.checkpoint.manifest import Stretch
 from megatron_resilient.errors import CheckpointError
 
+# By torch's name: safetensors' spelling.
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -29,7 +30,7 @@ _DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
 }
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 Items = Sequence[tuple[Stretch, torch.Tensor]]
 
@@ -164,7 +165,7 @@ def _in_buffer(entry: Entry, buffer: Buffer) -> torch.Tensor:
     assert buffer.memory is not None
     return torch.frombuffer(
         buffer.memory,
-        dtype=_BY_NAME[entry.dtype],
+        dtype=TORCH_DTYPES[entry.dtype],
         count=entry.stretch.size,
         offset=entry.offset,
     )

@@ -11,6 +11,7 @@ from megatron.training import get_args
 from torch import nn
 
 from megatron_resilient.checkpoint.manifest import ArrayInfo
+from megatron_resilient.checkpoint.snapshot import dtype_name
 from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.mcore import expert_rng, given_flags
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
@@ -44,19 +45,6 @@ _IDENTITY = (
     "expert_tensor_parallel_size",
     "optimizer",
 )
-DTYPES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def identity(args: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +146,7 @@ class Contents:
         shapes = {key: tuple(p.shape) for key, p in named_parameters(self.model).items()}
         found = {}
         for key, stretches in arrays.store.items():
-            kinds = {kind: DTYPES[tensor.dtype] for kind, tensor in stretches[0][1].items()}
+            kinds = {kind: dtype_name(tensor) for kind, tensor in stretches[0][1].items()}
             found[key] = ArrayInfo(shapes.get(key) or (_stop(stretches),), kinds)
         return found
 

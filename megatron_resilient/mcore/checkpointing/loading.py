@@ -12,13 +12,13 @@ from megatron.training import get_args
 from megatron_resilient.algorithms.refill_plan import Piece, plan_refill
 from megatron_resilient.checkpoint.choose import Chosen
 from megatron_resilient.checkpoint.manifest import Expert, Manifest, Stretch, expert_of
+from megatron_resilient.checkpoint.snapshot import dtype_name
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.pieces import exchange
 from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore import expert_rng
 from megatron_resilient.mcore.checkpointing.contents import (
-    DTYPES,
     Contents,
     identity,
     random_key,
@@ -196,7 +196,7 @@ def _check_types(target: Arrays, wanted: list[Piece], manifest: Manifest) -> Non
     for key, stop in stops.items():
         array, kind = key.split("|")
         info = manifest.arrays.get(array)
-        dtype = DTYPES[target.store[key][0][1]["value"].dtype]
+        dtype = dtype_name(target.store[key][0][1]["value"])
         if info is None or kind not in info.kinds:
             wrong.append(f"{array} ({kind}) is not in it")
         elif info.kinds[kind] != dtype:

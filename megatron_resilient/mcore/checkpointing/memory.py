@@ -11,7 +11,7 @@ import torch
 
 from megatron_resilient.checkpoint.buffers import Buffer, State
 from megatron_resilient.checkpoint.manifest import ArrayInfo, Expert, Stretch, expert_of
-from megatron_resilient.mcore.checkpointing.contents import TORCH_DTYPES
+from megatron_resilient.checkpoint.snapshot import TORCH_DTYPES
 
 
 @dataclass(frozen=True)

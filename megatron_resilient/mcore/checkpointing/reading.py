@@ -13,10 +13,10 @@ from megatron_resilient.checkpoint import data_file
 from megatron_resilient.checkpoint.choose import Chosen, Refused, Replaced, choose
 from megatron_resilient.checkpoint.manifest import DataFile, Manifest, Stretch
 from megatron_resilient.checkpoint.manifest_json import from_json, to_json
+from megatron_resilient.checkpoint.snapshot import TORCH_DTYPES
 from megatron_resilient.checkpoint.verify import Damage
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.errors import CheckpointError
-from megatron_resilient.mcore.checkpointing.contents import TORCH_DTYPES
 from megatron_resilient.mcore.checkpointing.memory import InMemory
 
 
