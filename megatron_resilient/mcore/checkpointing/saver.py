@@ -71,6 +71,7 @@ class Save:
         manifest: rank 0's writing of the manifest.
         failed: why this rank cannot go on with it.
         stall_seconds: how long training waited for it on this rank.
+        seconds: from its beginning until its manifest was durable; 0 until rank 0 has written that.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Save:
     manifest: "Future[None] | None" = None
     failed: str | None = None
     stall_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Saved:
         step: after which it was taken.
         failed: why it is not there; None: it is.
         path: of its manifest.
-        seconds: from its beginning until it was durable, and known to be.
+        seconds: from its beginning until it was durable; of a failed one, until that was known.
         stall_seconds: how long this rank's training waited for it.
         bytes: written by all ranks.
     """
@@ -210,8 +212,8 @@ class Saver:
         self._advance(save)
         device = torch.cuda.current_device()
         size = sum(file.bytes for file in save.written or ())
-        times = [begun - save.begun, save.stall_seconds]
         own = [int(self._is_done(save)), int(save.failed is not None), size]
+        times = [save.seconds, save.stall_seconds]
         own += [round(1e6 * each) for each in times] + self._measured.told()
         flags = torch.tensor(own, device=device)
         dist.all_reduce(flags)
@@ -224,9 +226,9 @@ class Saver:
                 save.bytes = size
                 self._write_manifest(save)
             else:
+                save.seconds = seconds / 1e6  # as rank 0 says, and nobody else
                 ended = self._complete(save)
-                ranks = dist.get_world_size()
-                self._choose_interval(seconds / 1e6 / ranks, stall / 1e6 / ranks)
+                self._choose_interval(save.seconds, stall / 1e6 / dist.get_world_size())
         save.stall_seconds += time.perf_counter() - begun
         return [] if ended is None else [ended]
 
@@ -444,6 +446,7 @@ class Saver:
             files=(*files, *kept),
         )
         places.write_manifest(storage.directory, manifest)
+        save.seconds = time.perf_counter() - save.begun
         if self._config.checkpoint_keep:
             gc.collect(
                 storage.directory,
@@ -468,7 +471,7 @@ class Saver:
 
     def _ended(self, save: Save, failed: str | None, size: int) -> Saved:
         path = str(places.manifest_path(self._storage.directory, save.step))
-        seconds = time.perf_counter() - save.begun
+        seconds = time.perf_counter() - save.begun if failed else save.seconds
         return Saved(save.step, failed, path, seconds, save.stall_seconds, size)
 
 
