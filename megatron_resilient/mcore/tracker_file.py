@@ -42,8 +42,7 @@ def check_load_folder(load_arg: str) -> None:
     folder = getattr(args, load_arg)
     if folder is None or "://" in folder or args.non_persistent_ckpt_type is not None:
         return
-    has_tracker = os.path.isfile(os.path.join(folder, _NAME))
-    if has_tracker or args.ckpt_step is not None or args.pretrained_checkpoint is not None:
+    if is_there(folder) or args.ckpt_step is not None or args.pretrained_checkpoint is not None:
         return
     flag = "--" + load_arg.replace("_", "-")
     if _checkpoints(folder):
@@ -59,15 +58,20 @@ def check_load_folder(load_arg: str) -> None:
         )
 
 
+def is_there(folder: str) -> bool:
+    """Whether a folder has a tracker file."""
+    return os.path.isfile(os.path.join(folder, _NAME))
+
+
 def newest_step(folder: str) -> float | None:
     """Returns the step that a folder's tracker file names, infinity for `release`; None: no file.
 
     Raises:
         CheckpointError: the file holds something else.
     """
-    path = os.path.join(folder, _NAME)
-    if not os.path.isfile(path):
+    if not is_there(folder):
         return None
+    path = os.path.join(folder, _NAME)
     check(path)
     with open(path, encoding="utf-8") as file:
         text = file.read().strip()

@@ -24,13 +24,14 @@ def folder_of_ours(args: argparse.Namespace) -> Path | None:
         folder = getattr(args, name, None)
         if folder is None or "://" in folder:
             continue
-        steps, stock = manifests(Path(folder)), tracker_file.newest_step(folder)
-        if not steps and stock is None:
+        steps = manifests(Path(folder))
+        if not steps and not tracker_file.is_there(folder):
             continue
-        if name == "pretrained_checkpoint" and steps:
-            args.finetune = True
         if not steps:
-            return None
+            return None  # what its tracker file says is Megatron's business
+        if name == "pretrained_checkpoint":
+            args.finetune = True
+        stock = tracker_file.newest_step(folder)
         if args.ckpt_step is None:
             return Path(folder) if stock is None or steps[0] >= stock else None
         if args.ckpt_step in steps:
