@@ -44,11 +44,11 @@ demo: $(STAMP)  ## train a small MoE on real text, stop, resume, and report (min
 # One thread a process: several ranks share the cores, and sums keep their order.
 test test-fast bench: export OMP_NUM_THREADS := 1
 
-# Unit tests use one core and fault tests mostly wait, so three files at a time; the others use all
+# Unit tests use one core and fault tests mostly wait, so two files at a time; the others use all
 # cores by themselves.
 test: $(STAMP)  ## run all tests
 	@status=0; \
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PARALLEL_TEST_DIRS) || status=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL_TEST_DIRS) || status=$$?; \
 	$(BIN)/python -m pytest $(filter-out $(PARALLEL_TEST_DIRS),$(TEST_DIRS)) || status=$$?; \
 	exit $$status
 
