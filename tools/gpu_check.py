@@ -56,7 +56,6 @@ OWN = {
     "--log-interval": "100",
     "--save": None,
     "--load": None,
-    "--save-interval": None,
 }
 
 
@@ -214,7 +213,7 @@ class Check:
         plugin = "plugin on" if case.plugin else "plugin off"
         self._say(f"training: {case.name} ({case.device}, {plugin})")
         steps = steps or self._steps
-        flags = _model_flags(training_flags(replace(FULL, steps=steps), self._demo))
+        flags = _model_flags(training_flags(replace(FULL, steps=steps, last_steps=0), self._demo))
         flags += [*case.flags, "--distributed-backend"]
         flags.append("gloo" if case.device == "cpu" else "nccl")
         file_name = case.name.replace(" ", "-")
