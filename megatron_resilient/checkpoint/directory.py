@@ -7,13 +7,13 @@ D/lock                               see lock.py
 
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import Final
 
 from megatron_resilient.checkpoint.manifest import DataFile, Manifest
 from megatron_resilient.checkpoint.manifest_json import from_json, to_json
 from megatron_resilient.errors import CheckpointError
+from megatron_resilient.telemetry.atomic import write_text_atomically
 
 MANIFESTS: Final = "manifests"
 DATA: Final = "data"
@@ -137,18 +137,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
     for file in manifest.files:
         _check_there(directory, file)
     path = manifest_path(directory, manifest.step)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        try:
-            with temporary.open("xb") as file_object:
-                file_object.write(text)
-                file_object.flush()
-                os.fsync(file_object.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_folder(path.parent)
+        write_text_atomically(path, text.decode("ascii"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {_reason(error)}") from error
     return path

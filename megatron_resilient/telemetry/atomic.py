@@ -10,7 +10,7 @@ def write_text_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: It could not be written; the old file, if there was one, is as it was.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -99,8 +99,9 @@ def load_into(directory: Path, contents: Contents, goes_back: bool) -> Loaded:
     Raises:
         CheckpointError: there is none that can be used.
     """
-    own = _storage is not None and directory.resolve() == _storage.directory.resolve()
-    memory = _storage.memory if own and _storage is not None else None
+    memory = None
+    if _storage is not None and directory.resolve() == _storage.directory.resolve():
+        memory = _storage.memory
     loaded = load(directory, contents, place=goes_back, memory=memory)
     if goes_back and _storage is not None and not get_args().finetune:
         lost, share = _resume(_storage, directory, loaded)
