@@ -58,6 +58,7 @@ from megatron_resilient.checkpoint.verify import damage
 from megatron_resilient.elastic import launcher
 from megatron_resilient.elastic.limits import Limits
 from megatron_resilient.elastic.protocol import TOKEN_VARIABLE
+from megatron_resilient.telemetry import read_events
 from tests.support.pretrain_pool import CPU_FLAGS, PretrainPool, flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -585,17 +586,17 @@ def check_losses(found: Findings, expected: list[float]) -> dict[int, float]:
     }
 
 
-def explain(found: Findings, errors: dict[int, float], events: Path) -> None:
+def explain(found: Findings, errors: dict[int, float], usual_run: Path) -> None:
     """Judges the steps whose losses are off by what an undisturbed run routed in them.
 
     Args:
         found: has the loads.
         errors: by step; those that are off.
-        events: of the undisturbed run.
+        usual_run: run folder of the undisturbed run.
     """
     usual = {
         (event["step"], event["layer"]): event["tokens"]
-        for event in map(json.loads, events.read_text().splitlines())
+        for event in read_events(usual_run)
         if event["event"] == "expert_load" and event["step"] in errors
     }
     for step, error in errors.items():
@@ -703,7 +704,7 @@ def main() -> int:
             console.print(f"{len(off)} losses are off: where went the tokens of these steps?")
             record = {"resilient_run_dir": folder / "usual", "resilient_expert_load_interval": 1}
             undisturbed(steps_asked, max(off), True, **first_weights(folder), **record)
-            explain(soak.found, off, folder / "usual" / "events.jsonl")
+            explain(soak.found, off, folder / "usual")
     show(soak, errors, seconds)
     return 1 if soak.found.wrong else 0
 

@@ -1,6 +1,5 @@
 """Checkpoints with a file for each expert, through pretrain(): whole, partial, damaged, refused."""
 
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import pytest
 from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint.lock import RunLock
 from tests.support.pretrain_pool import TINY
+from tests.support.telemetry import events_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -46,11 +46,6 @@ LAYOUTS = {
     | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
 }
 PARTIAL = EP4 | {"resilient_checkpoint_experts": 2, "save_interval": 1}
-
-
-def events(folder: Path, kind: str) -> list[dict]:
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def manifest(folder: Path, step: int):
@@ -122,7 +117,7 @@ def test_partial_saves_rotate_and_say_what_a_restore_lost(pools, tmp_path):
         steps = [step for (number, _), step in newest.items() if number == layer]
         assert sorted(steps)[-2:] == [END, END]
         assert len(set(steps)) > 2
-    sizes = [event["bytes"] for event in events(tmp_path, "checkpoint_saved")]
+    sizes = [event["bytes"] for event in events_of(tmp_path, "checkpoint_saved")]
     assert len(sizes) == END
     # Eq. 6 of MoC-System: all that is no expert, and 2 of 8 experts.
     element_bytes = {"F32": 4, "U8": 1, "I64": 8}
@@ -262,7 +257,7 @@ def test_saves_that_fail_are_said_on_every_rank_and_the_next_one_is_there(pools,
         assert re.match(r"rank .*: No such file or directory: its folder has gone", failed[0][1])
         assert "rank 2: " in failed[1][1]
         assert "the writer's process was killed" in failed[1][1]
-    assert len(events(tmp_path / "run", "checkpoint_failed")) == 2
+    assert len(events_of(tmp_path / "run", "checkpoint_failed")) == 2
     resumed = pools.plugin.run(**model, load=tmp_path / "save", ckpt_step=5).ok()
     assert resumed.losses == whole.losses[5:]
 

@@ -1,10 +1,9 @@
 """Training with replicas is stock training: the same layers, gradients, losses and weights."""
 
-import json
-
 import pytest
 
 from tests.support.pretrain_pool import TINY
+from tests.support.telemetry import events_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -108,8 +107,7 @@ def test_training_is_that_of_stock(pools, name, tmp_path):
     for key, (magnitude, projection) in expected.items():
         assert found[key][0] == pytest.approx(magnitude, rel=1e-5)
         assert found[key][1] == pytest.approx(projection, abs=1e-5 * magnitude)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    moves = [event for event in events if event["event"] == "rebalance"]
+    moves = events_of(tmp_path, "rebalance")
     assert len(moves) == steps // 5
     if name != "top 8":  # where every expert has every token there is nothing to move
         assert sum(move["bytes"] for move in moves) > 0

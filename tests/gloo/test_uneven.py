@@ -4,12 +4,12 @@ Equal here is equal up to the order of float sums. The worlds that are compared 
 Megatron's: no microbatch of theirs is empty.
 """
 
-import json
 import re
 
 import pytest
 
 from tests.support.pretrain_pool import TINY
+from tests.support.telemetry import events_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -91,11 +91,6 @@ def relative(ours, theirs):
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
-def events(folder, kind):
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
 def logged(result, name):
     """What Megatron's log says of `name`, step by step."""
     return [float(x) for x in re.findall(rf" {name}: +(\S+) \|", result.outputs[-1])]
@@ -119,7 +114,8 @@ def test_training_is_that_of_a_world_that_fits(pools, name, tmp_path):
     assert logged(ours, "consumed samples")[-1] == 10 * flags.get("global_batch_size", 8)
     loads = [
         sorted(
-            (event["step"], event["layer"], event["tokens"]) for event in events(run, "expert_load")
+            (event["step"], event["layer"], event["tokens"])
+            for event in events_of(run, "expert_load")
         )
         for run in (tmp_path / "ours", tmp_path / "theirs")
     ]
@@ -171,7 +167,7 @@ def test_evaluation_is_that_of_a_world_that_fits(pools, tmp_path):
             "train_iters": 4,
         }
         pools.plugin.run(world, **(RUN | flags)).ok()
-        losses.append([event["loss"]["lm loss"] for event in events(folder, "evaluation")])
+        losses.append([event["loss"]["lm loss"] for event in events_of(folder, "evaluation")])
     assert len(losses[0]) == 4  # steps 2 and 4, and at the end validation and test
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -21,6 +21,7 @@ import pytest
 from megatron_resilient.elastic.messages import StatusQuery
 from megatron_resilient.elastic.query import ask
 from megatron_resilient.errors import CoordinatorLostError
+from megatron_resilient.telemetry import EVENTS_FILE, read_events
 from megatron_resilient.telemetry.summary import RunSummary
 from tests.support.pretrain_pool import TINY, flags, free_port
 from tests.support.processes import gone
@@ -184,11 +185,8 @@ class Job:
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def events(self, kind=None):
-        file = self.folder / "run" / "events.jsonl"
-        if not file.exists():
-            return []
-        lines = file.read_text().splitlines(keepends=True)
-        events = [json.loads(line) for line in lines if line.endswith("}\n")]
+        run_dir = self.folder / "run"
+        events = read_events(run_dir) if (run_dir / EVENTS_FILE).exists() else []
         return [event for event in events if kind in (None, event["event"])]
 
     @property
