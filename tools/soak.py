@@ -17,7 +17,7 @@ for a token hangs on it, the token goes to another expert, and from there on two
 than sums do. Stock Megatron on 2 ranks and on 4 differ so too. Hence two bars, both in fp32 and
 relative to the loss, or to 1 where that is less:
 
-- until the first token goes elsewhere (the soak records what every expert gets in every step, and so
+- until the first token goes elsewhere (the soak records what every expert gets in every step, as
   does the undisturbed run), losses are equal to 1e-5;
 - after it no loss is further off than 3 times what those two undisturbed runs of stock Megatron
   differ by at most.
