@@ -218,8 +218,9 @@ class RunRecord:
             **facts: other fields of the event; with its path where that is not Megatron's own.
         """
         if self.speaks:
-            path = os.path.join(get_args().load, f"iter_{self.step:07d}")
-            self.write("checkpoint_loaded", **{"path": path, "seconds": seconds, **facts})
+            if "path" not in facts:
+                facts["path"] = os.path.join(get_args().load, f"iter_{self.step:07d}")
+            self.write("checkpoint_loaded", seconds=seconds, **facts)
 
     def end(self, exit_code: int) -> None:
         """Writes `run_end` and the summary, on the last rank."""

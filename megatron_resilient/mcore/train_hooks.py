@@ -70,9 +70,10 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     Raises:
         PatchError: ranks run different patches or upstream code.
     """
-    global _record, _replicas
+    global _record, _replicas, _load_facts
     _check_same_patches()
     elastic = session.current()
+    _load_facts = {}
     rejoined = None
     own_format = _saves_experts()
     if own_format:
@@ -92,6 +93,9 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         _record.placed()
     if get_args().iteration and rejoined is None:
         _record.loaded(_load_seconds, **_load_facts)
+    elif _load_facts:  # the recovery's own event says what tokens are lost
+        facts = {k: v for k, v in _load_facts.items() if k != "lost_expert_tokens"}
+        _record.loaded(_load_seconds, **facts)
     if own_format and optimizer is not None:
         layers = replicas.replicated_layers(model)
         checkpoints.begin(model, optimizer, scheduler, layers, config, _record_save)

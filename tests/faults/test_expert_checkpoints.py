@@ -54,6 +54,11 @@ def test_all_go_back_when_exactness_is_asked_for(start, reference, tmp_path):
     assert job.losses == pytest.approx(plain.losses, rel=1e-5)
     assert job.samples() == plain.samples()
     assert_whole(tmp_path / "save")
+    # Three of four ranks still had their share of that save in memory: only the fourth is read.
+    (loaded,) = job.events("checkpoint_loaded")
+    manifest = places.read_manifest(places.manifest_path(tmp_path / "save", 4))
+    whole = sum(file.bytes for file in manifest.files)
+    assert 0 < loaded["bytes"] < whole / 2
 
 
 @pytest.mark.parametrize("phase", ["save", "copied", "written", "saved"])

@@ -184,6 +184,17 @@ def test_load_aware_saves_take_those_with_most_unsaved_tokens(pools, tmp_path):
         assert written == set(most)
 
 
+def test_saves_come_as_often_as_pays(pools, tmp_path):
+    """A fault is expected every ten milliseconds: saves come as fast as storage takes them."""
+    model = MODEL | EP4 | {"save": tmp_path, "save_interval": 2, "train_iters": 12}
+    run = pools.plugin.run(**model, resilient_checkpoint_mtbf_seconds=0.01).ok()
+    said = re.findall(r"a save every (\d+) steps from now on: .* every 0.01 s", run.outputs[0])
+    *made, last = sorted(places.manifests(tmp_path))
+    assert (made[0], last) == (2, 12)
+    chosen = {2, *map(int, said)}
+    assert all(any(step % each == 0 for each in chosen) for step in made)
+
+
 @pytest.mark.parametrize("what", ["expert", "dense", "manifest", "missing"])
 def test_a_damaged_exact_checkpoint_is_passed_over(pools, tmp_path, what):
     whole = pools.plugin.run(**MODEL, **EP4, save=tmp_path, digest=True).ok()

@@ -1,6 +1,7 @@
 """Who holds what of the training state in this generation, known to every rank."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_resilient.algorithms.expert_selection import TwoLevels
 from megatron_resilient.algorithms.refill_plan import Piece
@@ -9,7 +10,9 @@ from megatron_resilient.checkpoint.dtypes import ELEMENT_BYTES
 from megatron_resilient.checkpoint.manifest import ArrayInfo, expert_of
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.transfer import Holding
-from megatron_resilient.mcore.checkpointing.contents import Contents
+
+if TYPE_CHECKING:
+    from megatron_resilient.mcore.checkpointing.contents import Contents
 
 Kinds = dict[str, tuple[str, ...]]  # key -> kinds to save
 
@@ -33,7 +36,7 @@ class Layout:
     experts: int
 
     @classmethod
-    def gather(cls, contents: Contents) -> "Layout":
+    def gather(cls, contents: "Contents") -> "Layout":
         """Asks all ranks. Collective."""
         own = contents.arrays()
         told = gather_json(

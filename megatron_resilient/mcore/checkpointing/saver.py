@@ -139,6 +139,7 @@ class Saver:
         self._pending: list[Save] = []
         self._measured = Measured()
         self._told = [0] * len(self._measured.told())
+        self._cost: tuple[float, float] | None = None  # of a save: until durable, and its stall
         self._begun = 0.0
         self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
         self._manifests = ThreadPoolExecutor(1, "checkpoint-manifest")
@@ -204,6 +205,14 @@ class Saver:
             Those that have come to an end.
         """
         self._measured.between_steps()
+        ended = self._look()
+        # Here only: when training has ended, Megatron asks the interval whether it has saved.
+        if self._cost is not None:
+            self._choose_interval(*self._cost)
+            self._cost = None
+        return ended
+
+    def _look(self) -> list[Saved]:
         # While a save is being copied its thread has the buffers, on some rank if not on this one.
         if not self._pending or self._copying is not None:
             return []
@@ -228,7 +237,7 @@ class Saver:
             else:
                 save.seconds = seconds / 1e6  # as rank 0 says, and nobody else
                 ended = self._complete(save)
-                self._choose_interval(save.seconds, stall / 1e6 / dist.get_world_size())
+                self._cost = save.seconds, stall / 1e6 / dist.get_world_size()
         save.stall_seconds += time.perf_counter() - begun
         return [] if ended is None else [ended]
 
@@ -253,7 +262,7 @@ class Saver:
 
     def _wait(self) -> list[Saved]:
         self.before_update()
-        ended = self.poll()
+        ended = self._look()
         if not ended:
             time.sleep(_POLL_SECONDS)
         return ended
