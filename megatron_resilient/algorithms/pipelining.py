@@ -51,6 +51,11 @@ class PhasePlan:
     by_degree_ms: tuple[float, ...]
     slice_ms: float
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether its chunks are of unlike size."""
+        return len(set(self.fractions)) > 1
+
 
 @dataclass(frozen=True)
 class PhaseOptions:
