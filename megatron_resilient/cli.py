@@ -23,6 +23,7 @@ COMMANDS = (
     "prepare-data",
     "report",
     "run",
+    "schedule",
     "status",
 )
 

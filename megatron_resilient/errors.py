@@ -47,6 +47,10 @@ class UnrecoverablePlanError(PlanError):
     """The cluster has too few replica slots to hold every expert once."""
 
 
+class ProfileError(ResilientError, ValueError):
+    """Measured times, or a file of them, that no cost model can be made of."""
+
+
 class NonFiniteRouterError(ResilientError, FloatingPointError):
     """A router gave NaN or infinite probabilities; the step is refused before tokens are sent."""
 
