@@ -20,7 +20,7 @@ PROBE = str(ROOT / "tests" / "support" / "testbed_probe.py")
 SIZE = 1 << 20  # bytes that the probe sends
 LIMIT_SECONDS = 120
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @functools.cache
