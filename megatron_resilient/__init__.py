@@ -15,12 +15,13 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["disable", "enable", "patched", "run"]
+__all__ = ["disable", "enable", "patched", "register_moe_hooks", "run"]
 
 _HOMES = {
     "enable": "megatron_resilient.plugin",
     "disable": "megatron_resilient.plugin",
     "patched": "megatron_resilient.plugin",
+    "register_moe_hooks": "megatron_resilient.mcore.layer_hooks",
     "run": "megatron_resilient.mcore.main",
 }
 

@@ -12,6 +12,8 @@ from megatron_resilient.errors import ConfigError
 
 PREFIX = "resilient_"
 DEVICES = ("auto", "cpu", "cuda")
+GATES = ("megatron", "gshard", "sigmoid", "xmoe", "expert-choice", "soft")
+WIRE_DTYPES = ("model", "bf16", "fp8")
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -79,6 +81,44 @@ class ReplicaConfig:
                 f"--resilient-load-window {self.load_window}: must not exceed "
                 f"--resilient-rebalance-interval {self.rebalance_interval}"
             )
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """How tokens come to experts: the gate, and the form in which they travel."""
+
+    gate: str = _flag(
+        "megatron",
+        "how experts are chosen; megatron: its own router, untouched. See docs/gates.md",
+        GATES,
+    )
+    gate_dimensions: int = _flag(
+        0, "xmoe: dimensions in which tokens and experts are compared; 0: half the experts"
+    )
+    gate_temperature: float = _flag(
+        0.3, "xmoe: what cosines are divided by at the start; it is learned from there"
+    )
+    gate_mixtures: int = _flag(
+        0,
+        "soft: mixtures of tokens (the paper's slots) per expert and sequence; 0: as many as "
+        "--moe-router-topk would send it tokens",
+    )
+    allow_lookahead_gates: bool = _flag(
+        False,
+        "allow expert-choice and soft, by which what a token gets depends on later tokens: not "
+        "for a language model that predicts the next token",
+    )
+    wire_dtype: str = _flag(
+        "model",
+        "form in which tokens travel between experts' ranks; model: as they are; bf16; fp8: e4m3 "
+        "with a scale per token. Rounds tokens and their gradients; see docs/gates.md",
+        WIRE_DTYPES,
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("gate_dimensions", "gate_mixtures"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("gate_temperature", self.gate_temperature, 0.01)
 
 
 @dataclass(frozen=True)
@@ -192,6 +232,7 @@ class ResilientConfig:
 
     device: DeviceConfig = field(default_factory=DeviceConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
+    gates: GateConfig = field(default_factory=GateConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -200,6 +241,7 @@ class ResilientConfig:
 SECTIONS: dict[str, type] = {
     "device": DeviceConfig,
     "replicas": ReplicaConfig,
+    "gates": GateConfig,
     "elastic": ElasticConfig,
     "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,

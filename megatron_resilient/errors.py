@@ -55,6 +55,10 @@ class NonFiniteRouterError(ResilientError, FloatingPointError):
     """A router gave NaN or infinite probabilities; the step is refused before tokens are sent."""
 
 
+class HookError(ResilientError, TypeError):
+    """A hook into an MoE layer returned what the layer cannot go on with."""
+
+
 class PlanMismatchError(ResilientError):
     """Ranks that must plan the same planned differently."""
 

@@ -393,6 +393,121 @@ RELIES_ON = (
         ),
     ),
     *_of(
+        "mcore/parted_layer.py",
+        (
+            "core.transformer.moe.moe_layer:MoELayer.forward",
+            "a part's output goes to the next part and nowhere else; shared experts see the input.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.route",
+            "the router is called once, before preprocess.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.preprocess",
+            "nothing of the input but the dispatcher's rows goes on from here.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.dispatch",
+            "the dispatcher's communication and nothing else.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+            "outputs are weighed by probabilities, as rows of the dispatched ones.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.combine",
+            "the dispatcher's communication and nothing else.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.postprocess",
+            "the output of shared experts may be None and is added last.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+            "without dropping, num_out_tokens is top-k times the tokens, whatever the map says.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess",
+            "num_out_tokens is read after preprocess, and may be a tensor.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+            "._maybe_update_cuda_sync_point",
+            "the earliest point that was asked for holds.",
+        ),
+        (
+            "core.models.gpt.fine_grained_callables:build_transformer_layer_callables",
+            "the 1F1B overlap calls a layer's parts, and not its forward.",
+        ),
+    ),
+    *_of(
+        "mcore/wire.py",
+        (
+            "core.tensor_parallel.mappings:_AllToAll",
+            "rows are moved as they are, forward and backward; of one rank, left alone.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch",
+            "rows go through one all-to-all; shared experts take of them only their place in the "
+            "order.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine",
+            "rows go through one all-to-all.",
+        ),
+    ),
+    *_of(
+        "mcore/gates/routers.py",
+        (
+            "core.transformer.moe.router:Router.__init__",
+            "weight and bias are there afterwards; subclasses may put others in their place.",
+        ),
+        (
+            "core.transformer.moe.router:Router.reset_parameters",
+            "parameters have params_dtype and the mark `sequence_parallel`; ours are made alike.",
+        ),
+        (
+            "core.transformer.moe.router:Router.gating",
+            "logits from input and weight, in the type that moe_router_dtype says.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter.routing",
+            "z-loss, choice, dropping, auxiliary losses, bias, in this order; ours does the same "
+            "around another choice, without a bias.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter._apply_aux_loss",
+            "nothing is done for a loss with coefficient 0.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+            "nothing is done for a loss with coefficient 0.",
+        ),
+        (
+            "core.transformer.moe.router:TopKRouter._apply_global_aux_loss",
+            "nothing is done for a loss with coefficient 0.",
+        ),
+        (
+            "core.transformer.moe.moe_utils:compute_routing_scores_for_aux_loss",
+            "the k largest scores, as ours are chosen.",
+        ),
+        (
+            "core.transformer.moe.moe_utils:apply_router_token_dropping",
+            "map and probabilities of the same shape go in and come out.",
+        ),
+        (
+            "core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+            "it sums the gradients of parameters that are marked `sequence_parallel`.",
+        ),
+    ),
+    *_of(
+        "mcore/gates/soft_router.py",
+        (
+            "core.transformer.moe.router:TopKRouter.forward",
+            "jitter, logits, choice; ours does the first itself and has no choice.",
+        ),
+    ),
+    *_of(
         "mcore/experts.py",
         (
             "core.transformer.moe.experts:SequentialMLP.__init__",

@@ -12,6 +12,7 @@ from megatron_resilient.mcore import (
     checkpoint_arguments,
     cpu,
     elastic_arguments,
+    gate_arguments,
     given_flags,
     replica_arguments,
     uneven_arguments,
@@ -103,6 +104,7 @@ def check(args: argparse.Namespace) -> None:
     _check_layout(args)
     uneven_arguments.check(args, elastic)
     replica_arguments.check(args, config.replicas)
+    gate_arguments.check(args, config.gates)
     checkpoint_arguments.check(args, elastic)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_resilient.algorithms.microbatches import Microbatches
 from megatron_resilient.errors import ConfigError
+from megatron_resilient.mcore.gates.soft_router import SoftRouter
 
 _is_empty = False  # the microbatch whose layers run now
 
@@ -103,6 +104,8 @@ def attach(model: list[nn.Module]) -> None:
                     "empty microbatches of a world that does not divide the batch"
                 )
             router.forward = partial(_route, router, router.forward)
+            if isinstance(router, SoftRouter):
+                continue  # mixtures are sent as ever
             if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
                 dispatcher.preprocess = partial(_count, dispatcher, dispatcher.preprocess)
         if get_model_config(chunk).mtp_num_layers:
@@ -117,6 +120,10 @@ def _route(router: TopKRouter, route: Callable[..., tuple], hidden: torch.Tensor
     """
     if not _is_empty:
         return route(hidden, *rest)
+    if isinstance(router, SoftRouter):  # of a loss of weight zero there are gradients of zero
+        result = route(hidden, *rest)
+        router.without_load()
+        return result
     logits_TE = router.gating(hidden).view(-1, router.config.num_moe_experts)
     if router.training and torch.is_grad_enabled():
         _log_nothing(router)

@@ -39,8 +39,9 @@ class ExpertLoad:
         # eval mode. What is left is each training token once.
         if not (router.training and torch.is_grad_enabled()):
             return
-        _, routing_map = output[:2]
-        tokens = routing_map.detach().sum(dim=0)
+        # A gate without a choice says itself what it counts.
+        own = getattr(router, "expert_load", None)
+        tokens = output[1].detach().sum(dim=0) if own is None else own()
         layer = layer_number(router)
         known = self._counts.get(layer)
         self._counts[layer] = tokens if known is None else known + tokens
@@ -48,26 +49,31 @@ class ExpertLoad:
     def own(self) -> dict[int, torch.Tensor]:
         """Returns {layer: tokens per expert} of this rank alone, and starts anew. Local."""
         counts, self._counts = self._counts, {}
-        return counts
+        return {layer: _whole(tokens) for layer, tokens in counts.items()}
 
     def take(self, group: "torch.distributed.ProcessGroup") -> dict[int, list[int]]:
         """Returns {layer: tokens per expert} summed over `group` and starts anew.
 
         Collective over `group`, whose ranks must hold the same layers. One all-reduce of
-        layers x experts int64.
+        layers x experts numbers.
         """
         if not self._counts:
             return {}
         layers = sorted(self._counts)
-        total = torch.stack([self._counts[layer] for layer in layers]).to(torch.int64)
+        total = torch.stack([self._counts[layer] for layer in layers])
         torch.distributed.all_reduce(total, group=group)
         self._counts.clear()
-        return dict(zip(layers, total.tolist(), strict=True))
+        return dict(zip(layers, _whole(total).tolist(), strict=True))
 
     def remove(self) -> None:
         """Detaches the hooks from the model."""
         for handle in self._handles:
             handle.remove()
+
+
+def _whole(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns tokens as int64: a gate that mixes them has shares of them."""
+    return (tokens.round() if tokens.is_floating_point() else tokens).to(torch.int64)
 
 
 def layer_number(router: Any) -> int:

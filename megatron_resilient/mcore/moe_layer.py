@@ -14,18 +14,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_resilient.comm.transfer import Holding, plan_fetches, transfer
 from megatron_resilient.mcore.experts import slot_parameters
+from megatron_resilient.mcore.layer_hooks import LayerHooks
+from megatron_resilient.mcore.parted_layer import PartedMoELayer
 from megatron_resilient.mcore.sharded_slots import sharded_slots
 from megatron_resilient.mcore.token_dispatcher import SlotMap, count_tokens, split_tokens, widen
 
 
-class ReplicatedMoELayer(MoELayer):
+class ReplicatedMoELayer(PartedMoELayer):
     """An MoE layer whose experts may have several replicas.
 
     Training is the same as without replicas up to the order of sums, provided that the gradients
@@ -34,6 +36,7 @@ class ReplicatedMoELayer(MoELayer):
     Args:
         slots_per_rank: replica slots on each expert-parallel rank.
         first_holding: logical expert of each slot, by rank of the expert-parallel group.
+        hooks: PartedMoELayer's.
 
     The other arguments are MoELayer's.
 
@@ -52,6 +55,7 @@ class ReplicatedMoELayer(MoELayer):
         *,
         slots_per_rank: int,
         first_holding: Holding,
+        hooks: tuple[LayerHooks, ...] = (),
     ):
         """Builds the layer; the arguments that are not Megatron's stand in the class docstring."""
         pg_collection = pg_collection or get_default_pg_collection()
@@ -72,6 +76,7 @@ class ReplicatedMoELayer(MoELayer):
             pg_collection,
             is_mtp_layer,
             name,
+            hooks=hooks,
         )
         self.logical_experts = config.num_moe_experts
         self.expert_dp_rank = pg_collection.expt_dp.rank()

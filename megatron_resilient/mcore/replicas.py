@@ -12,7 +12,9 @@ from torch import nn
 from megatron_resilient.algorithms.rank_plan import plan_layers
 from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.config import config_from_args
+from megatron_resilient.mcore.layer_hooks import LayerHooks
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.parted_layer import PartedMoELayer
 
 
 def ranks_per_node(ranks: int) -> int:
@@ -36,18 +38,21 @@ def plan(loads: Sequence[Sequence[int]], ranks: int) -> list[Holding]:
     )
 
 
-def moe_layer(*args: Any, is_mtp_layer: bool = False, **kwargs: Any) -> MoELayer:
+def moe_layer(
+    *args: Any, hooks: tuple[LayerHooks, ...], is_mtp_layer: bool = False, **kwargs: Any
+) -> MoELayer:
     """Builds an MoE layer with the replicas that the flags ask for; takes MoELayer's arguments.
 
-    Layers of multi-token prediction stay stock: they are counted apart and seldom hot.
+    Layers of multi-token prediction have none: they are counted apart and seldom hot.
     """
     if is_mtp_layer:
-        return MoELayer(*args, is_mtp_layer=True, **kwargs)
+        return PartedMoELayer(*args, is_mtp_layer=True, hooks=hooks, **kwargs)
     config = kwargs.get("config", args[0] if args else None)
     even = [[1] * config.num_moe_experts]
     return ReplicatedMoELayer(
         *args,
         is_mtp_layer=False,
+        hooks=hooks,
         **kwargs,
         slots_per_rank=config_from_args(get_args()).replicas.slots_per_rank,
         first_holding=plan(even, config.expert_model_parallel_size)[0],

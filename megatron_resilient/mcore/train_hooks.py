@@ -18,7 +18,14 @@ from megatron_resilient.checkpoint.directory import manifest_path
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import config_from_args
 from megatron_resilient.errors import CheckpointError, ResilientError
-from megatron_resilient.mcore import load_failure, placement_file, replicas, uneven
+from megatron_resilient.mcore import (
+    layer_hooks,
+    load_failure,
+    placement_file,
+    replicas,
+    specs,
+    uneven,
+)
 from megatron_resilient.mcore.checkpointing import find, signals
 from megatron_resilient.mcore.checkpointing import run as checkpoints
 from megatron_resilient.mcore.checkpointing.contents import Contents
@@ -47,6 +54,7 @@ def record() -> RunRecord | None:
 def close(exit_code: int) -> None:
     """Ends the record of the run in progress, if there is one."""
     global _record
+    layer_hooks.set_built(False)
     if _record is not None:
         _record.end(exit_code)
         _record = None
@@ -55,6 +63,7 @@ def close(exit_code: int) -> None:
 def forget() -> None:
     """Drops the record without ending it: the same run goes on, or its end is written already."""
     global _record, _replicas
+    layer_hooks.set_built(False)
     checkpoints.abandon()
     if session.current() is None:
         checkpoints.close()
@@ -85,6 +94,8 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     else:
         built, rejoined = rejoin.build(elastic, original, *args, **kwargs)
     model, optimizer, scheduler = built
+    specs.check_built(model)
+    layer_hooks.set_built(True)
     uneven.attach(model)
     _record = RunRecord.start(model, elastic.world if elastic else None)
     _replicas = _ReplicaHooks.attach(model, optimizer, rejoined)

@@ -23,6 +23,12 @@ FLAGS = {
     "--resilient-rebalance-threshold": (float, 0.05),
     "--resilient-check-replicas-interval": (int, 0),
     "--resilient-max-expert-gib": (float, 0.0),
+    "--resilient-gate": (str, "megatron"),
+    "--resilient-gate-dimensions": (int, 0),
+    "--resilient-gate-temperature": (float, 0.3),
+    "--resilient-gate-mixtures": (int, 0),
+    "--resilient-allow-lookahead-gates": (None, False),
+    "--resilient-wire-dtype": (str, "model"),
     "--resilient-min-nodes": (int, 0),
     "--resilient-require-exact": (None, False),
     "--resilient-mirror": (None, True),
@@ -42,7 +48,11 @@ FLAGS = {
     "--resilient-expert-load-interval": (int, 10),
 }
 NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind in (int, float)]
-LEAST = {"--resilient-min-replicas": 1, "--resilient-checkpoint-stall-seconds": 1}
+LEAST = {
+    "--resilient-min-replicas": 1,
+    "--resilient-gate-temperature": 0.01,
+    "--resilient-checkpoint-stall-seconds": 1,
+}
 
 
 def parse(*argv: str) -> ResilientConfig:
