@@ -158,7 +158,8 @@ def test_make_without_a_target_lists_the_targets():
 def test_make_runs_every_folder_of_tests():
     makefile = (ROOT / "Makefile").read_text()
     (folders,) = re.findall(r"^TEST_DIRS := .*addprefix tests/,([a-z ]+)\)", makefile, re.M)
-    with_tests = {path.parent.name for path in ROOT.glob("tests/*/**/test_*.py")}
+    tests = ROOT / "tests"
+    with_tests = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
     assert with_tests <= set(folders.split())
 
 
