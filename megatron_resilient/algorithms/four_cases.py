@@ -20,9 +20,9 @@ def four_case_time(
     """Returns the case and the time of a pass with all AllGathers first, in closed form.
 
     FSMoE (arXiv 2501.10714), section 4.2: Q1 to Q7 and cases 1 to 4. Kept as a check of the exact
-    model (`stream_model.simulate`, gather-first), which is what plans are made with. Both
-    are equal where an AllGather takes as long as a ReduceScatter. Where it does not, the formula is
-    too low: its cases ask about the AllGather alone.
+    model (`stream_model.simulate` in the order gather-first), which plans are made with. Both are
+    equal where an AllGather takes as long as a ReduceScatter. Where it does not, the formula is too
+    low: its cases ask about the AllGather alone.
 
     Args:
         a2a_ms: One chunk's dispatch, or its combine.
