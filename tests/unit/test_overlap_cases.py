@@ -23,7 +23,7 @@ def test_the_chosen_schedule_is_the_best_that_is_swept(case, backward):
     assert len({row.name for row in rows}) == len(rows)
     by_name = {row.name: row for row in rows}
     costs = stage_costs(PROFILE, case.work, backward=backward)
-    slice_ms = PROFILE.allreduce.time_ms(case.work.gradient_bytes) if backward else 0.0
+    slice_ms = PROFILE.allreduce.time_ms(case.gradient_mib * 2**20) if backward else 0.0
     plan = phase_options([costs], MAX_DEGREE)[0].choose(slice_ms)
     # Two models of the same streams: the scheduler's, and one that plays any static schedule.
     assert by_name[chosen].predicted_ms == pytest.approx(plan.predicted_ms, rel=1e-9)
