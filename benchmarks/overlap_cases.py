@@ -38,14 +38,11 @@ class Case:
 
     @property
     def work(self) -> LayerWork:
-        """The same as the scheduler takes it."""
+        """The same as the scheduler takes it, with padded experts."""
         gathered = self.gather_mib * MIB
-        return LayerWork(
-            self.a2a_mib * MIB,
-            gathered,
-            gathered,
-            (self.expert_ms - COMPUTE_ALPHA_MS) * FLOPS_PER_MS,
-        )
+        flops = (self.expert_ms - COMPUTE_ALPHA_MS) * FLOPS_PER_MS
+        gradient = round(self.gradient_mib * MIB)
+        return LayerWork(self.a2a_mib * MIB, gathered, gathered, flops, gradient)
 
 
 # From communication- to compute-bound; all take 300 ms or more at 100 and 400 Mbit/s, and an eighth

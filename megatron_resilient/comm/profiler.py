@@ -31,6 +31,8 @@ SLOPES = {
     "allreduce": "beta_ms_per_byte",
     "gemm": "beta_ms_per_flop",
 }
+# Tokens of an expert.
+_EXPERT_ROWS = tuple(16 << k for k in range(12))
 
 
 class Line(Protocol):
@@ -202,8 +204,16 @@ def expert_probes(
     row_bytes = shape.hidden * shape.dtype.itemsize
     probes: dict[str, Probe] = {}
 
+    # All sizes of all operations read the same memory; sizes are rounded to whole ranks.
+    most = max(largest_bytes // row_bytes, _EXPERT_ROWS[-1]) + dist.get_world_size(groups.whole)
+    buffer = torch.zeros(most, shape.hidden, dtype=shape.dtype, device=device)
+    # Products of zeros take a GPU less power, and so less time. A generator of our own: training's
+    # random numbers stay as they are.
+    generator = torch.Generator(device).manual_seed(0)
+    buffer[: _EXPERT_ROWS[-1]].normal_(generator=generator)
+
     def rows(count: int) -> torch.Tensor:
-        return torch.zeros(count, shape.hidden, dtype=shape.dtype, device=device)
+        return buffer[:count]
 
     def sizes(multiple: int) -> list[int]:
         """Rows in steps of about 1.6."""
@@ -223,12 +233,12 @@ def expert_probes(
         def all_to_all(count: int) -> Callable[[], object]:
             splits = [0 if peer == here else count // (nodes - 1) for peer in range(nodes)]
             # From each of the others comes what goes to it.
-            buffer = rows(sum(splits))
-            return lambda: exchange.all_to_all(buffer, splits, splits, groups.inter)
+            sent = rows(sum(splits))
+            return lambda: exchange.all_to_all(sent, splits, splits, groups.inter)
 
         def all_reduce(count: int) -> Callable[[], object]:
-            buffer = rows(count)
-            return lambda: exchange.all_reduce(buffer, groups.inter)
+            own = rows(count)
+            return lambda: exchange.all_reduce(own, groups.inter)
 
         probes["a2a"] = Probe(sizes(nodes - 1), lambda count: count * row_bytes, all_to_all)
         probes["allreduce"] = Probe(sizes(nodes), lambda count: count * row_bytes, all_reduce)
@@ -240,16 +250,17 @@ def expert_probes(
             return lambda: exchange.all_gather(part, splits, groups.intra)
 
         def reduce_scatter(count: int) -> Callable[[], object]:
-            buffer = rows(count)
+            own = rows(count)
             splits = [count // locals_] * locals_
-            return lambda: exchange.reduce_scatter(buffer, splits, groups.intra)
+            return lambda: exchange.reduce_scatter(own, splits, groups.intra)
 
         probes["allgather"] = Probe(sizes(locals_), lambda count: count * row_bytes, all_gather)
         probes["reducescatter"] = Probe(
             sizes(locals_), lambda count: count * row_bytes, reduce_scatter
         )
 
-    weights = [torch.zeros(shape.hidden, shape.ffn, dtype=shape.dtype, device=device)]
+    weights = [torch.empty(shape.hidden, shape.ffn, dtype=shape.dtype, device=device)]
+    weights[0].normal_(generator=generator)
     weights += [weights[0].t()] if not shape.gated else [weights[0], weights[0].t()]
 
     def experts(count: int) -> Callable[[], object]:
@@ -264,7 +275,7 @@ def expert_probes(
 
         return products
 
-    probes["gemm"] = Probe([16 << k for k in range(12)], shape.flops, experts)
+    probes["gemm"] = Probe(_EXPERT_ROWS, shape.flops, experts)
     return probes
 
 
