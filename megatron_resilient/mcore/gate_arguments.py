@@ -145,6 +145,8 @@ def _check_mixtures(args: argparse.Namespace, config: GateConfig, flag: str) -> 
     from megatron_resilient.mcore.gates.build import mixtures_per_expert
 
     tensor_parallel = args.tensor_model_parallel_size
+    if args.seq_length is None:  # Megatron refuses that itself
+        return
     each = mixtures_per_expert(config, args.seq_length, args.num_experts, args.moe_router_topk)
     if each * args.num_experts % tensor_parallel:
         raise ConfigError(

@@ -19,6 +19,7 @@ TP2 = {
     "expert_model_parallel_size": 2,
 }
 REPLICAS = {"resilient_slots_per_rank": 4, "resilient_ranks_per_node": 1}
+ONE_LAYER = {"num_layers": 1}
 RUN = TINY | {"lr": 3e-3, "train_iters": 6, "inspect": f"{PROBE}:router_weights"}
 
 
@@ -36,7 +37,7 @@ def relative(ours, theirs):
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("gate", OURS)
+@pytest.mark.parametrize("gate", [gate for gate in OURS if gate != "xmoe"])
 def test_every_gate_trains(pools, tmp_path, gate):
     options = RUN | EP4 | flags(gate) | {"resilient_expert_load_interval": 6}
     run = pools.plugin.run(**options, resilient_run_dir=tmp_path).ok()
@@ -69,16 +70,17 @@ def test_a_gate_is_the_same_in_every_layout_and_with_replicas(pools):
 
 
 def test_tensor_parallel_ranks_keep_the_same_gate(pools):
-    run = RUN | TP2 | {"train_iters": 3}
+    run = RUN | TP2 | ONE_LAYER | {"train_iters": 3}
     for gate in ("gshard", "soft"):
         result = pools.plugin.run(**run, **flags(gate)).ok()
         assert result.losses[-1] < result.losses[0]
         assert all(weights == result.inspected[0] for weights in result.inspected)
 
 
-def test_a_saved_gate_goes_on_with_replicas(pools, tmp_path):
+def test_a_gate_that_trains_is_saved_and_goes_on_with_replicas(pools, tmp_path):
     run = RUN | EP4 | flags("xmoe") | {"resilient_checkpoint_format": "experts"}
     whole = pools.plugin.run(**run, save=tmp_path, save_interval=3).ok()
+    assert whole.losses[-1] < whole.losses[0] - 0.3
     plain = pools.plugin.run(**run, load=tmp_path, ckpt_step=3).ok()
     assert plain.numbers == whole.numbers[3:]
     assert plain.inspected == whole.inspected
@@ -86,15 +88,15 @@ def test_a_saved_gate_goes_on_with_replicas(pools, tmp_path):
     assert relative(replicas.losses, whole.losses[3:]) < 1e-5
 
 
-@pytest.mark.parametrize("gate", ["xmoe", "expert-choice", "soft"])
+@pytest.mark.parametrize("gate", LOOKAHEAD)
 def test_a_world_that_does_not_fit_the_batch_trains_the_same(pools, tmp_path, gate):
-    run = RUN | flags(gate) | {"train_iters": 2, "resilient_run_dir": str(tmp_path)}
+    run = RUN | ONE_LAYER | flags(gate) | {"train_iters": 2, "resilient_run_dir": str(tmp_path)}
     run["resilient_expert_load_interval"] = 2
     ours, theirs = (pools.plugin.run(world, **run).ok() for world in (3, 1))
     assert relative(ours.losses, theirs.losses) < 1e-5
     assert relative(ours.grad_norms, theirs.grad_norms) < 1e-5
     tokens = [sum(event["tokens"]) for event in events_of(tmp_path, "expert_load")]
-    assert tokens[:2] == pytest.approx(tokens[2:], abs=4 if gate == "soft" else 0)
+    assert tokens[0] == pytest.approx(tokens[1], abs=4 if gate == "soft" else 0)
 
 
 def test_hooks_and_wires(pools):
@@ -114,7 +116,7 @@ def test_hooks_and_wires(pools):
 
 
 def test_registered_hooks_are_called_in_training(pools):
-    run = RUN | EP4 | {"train_iters": 3}
+    run = RUN | EP4 | ONE_LAYER | {"train_iters": 2}
     plain = pools.plugin.run(**run).ok()
     pools.plugin.call(f"{PROBE}:register")
     try:
