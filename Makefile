@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/slurm/*.sbatch)
 
-# Long files first, so that short ones fill the gaps at the end.
-TEST_DIRS := $(addprefix tests/,faults gloo patches gpu unit)
+# From fast to slow, so that what is wrong shows early.
+TEST_DIRS := $(addprefix tests/,unit patches gloo faults gpu)
+PARALLEL_TEST_DIRS := $(addprefix tests/,faults unit)
 # The programs among the files there, which have flags.
 BENCHMARKS = $(shell grep -l 'ArgumentParser(' benchmarks/*.py)
 
@@ -42,9 +43,13 @@ demo: $(STAMP)  ## train a small MoE on real text, stop, resume, and report (min
 # One thread a process: several ranks share the cores, and sums keep their order.
 test test-fast bench: export OMP_NUM_THREADS := 1
 
-# Two files at a time: unit tests use one core, fault tests mostly wait, and ranks for each other.
+# Unit tests use one core and fault tests mostly wait, so two files at a time; the others use all
+# cores by themselves.
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_DIRS)
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL_TEST_DIRS) || status=$$?; \
+	$(BIN)/python -m pytest $(filter-out $(PARALLEL_TEST_DIRS),$(TEST_DIRS)) || status=$$?; \
+	exit $$status
 
 test-fast: $(STAMP)  ## run the tests that need neither several processes, nor a GPU, nor patience
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess and not gpu' $(TEST_DIRS)
