@@ -184,9 +184,11 @@ def _distribute(
 ) -> list[int]:
     """Returns how many of the bytes that are left go into each window; the others go after all.
 
-    `best[x]` is the least exposed time of the windows so far with x units in them.
+    `best[x]` is the least exposed time of the windows so far with x units in them. The last unit is
+    what is left of the bytes, so that all can be sent in windows and none has to be after all.
     """
     unit = -(-left // units)
+    units = -(-left // unit)
     counts = np.arange(units + 1)
     sent = np.minimum(counts * unit, left)
     shifted = counts[:, None] - counts  # units before the window, by units after it and in it
@@ -195,17 +197,26 @@ def _distribute(
     best = np.where(counts == 0, 0.0, np.inf)
     choices: list[IntArray] = []
     reachable = 0
-    cached: dict[tuple[int, int], FloatArray] = {}
+    cached: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
     for window, base, most in zip(windows, slices, slack, strict=True):
-        reachable = min(most // unit, units)
+        reachable = units if most >= left else most // unit
         if not reachable:
             choices.append(np.zeros(units + 1, dtype=np.int64))
             continue
         key = (id(window), base)
         if key not in cached:
-            cached[key] = window.exposed_ms(_times(base + counts * unit, allreduce))
+            sizes = base + counts * unit
+            last_sizes = sizes - np.where(counts > 0, units * unit - left, 0)
+            cached[key] = (
+                window.exposed_ms(_times(sizes, allreduce)),
+                window.exposed_ms(_times(last_sizes, allreduce)),
+            )
+        whole, last = cached[key]
         size = reachable + 1
-        table = best[shifted[:size, :size]] + cached[key][:size]
+        before = best[shifted[:size, :size]]
+        table = before + whole[:size]
+        if reachable == units:
+            table[-1] = before[-1] + last
         table = np.where(possible[:size, :size], table, np.inf)
         choice = table.argmin(axis=1)
         best = np.full(units + 1, np.inf)
@@ -214,8 +225,9 @@ def _distribute(
     at = int(np.argmin(best + AFTER_ALL.exposed_ms(_times(left - sent, allreduce))))
     more = []
     for choice in reversed(choices):
-        more.append(int(choice[at]) * unit)
-        at -= int(choice[at])
+        before = at - int(choice[at])
+        more.append(int(sent[at] - sent[before]))
+        at = before
     return more[::-1]
 
 

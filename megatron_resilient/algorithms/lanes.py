@@ -18,6 +18,8 @@ STREAM_OF = {
     "reducescatter": "intra",
     "expert": "compute",
 }
+# The lists of an event: stage, chunk, start and end in seconds.
+Record = list[str | int | float]
 STREAMS = ("inter", "intra", "compute")
 _RANK = {stage: rank for rank, stage in enumerate((*STAGES[:-1], "gradient", STAGES[-1]))}
 
@@ -70,4 +72,12 @@ def planned_lanes(costs: StageCosts, plan: PhasePlan) -> Mapping[str, tuple[Oper
     return {
         stream: tuple(own for own in operations if STREAM_OF[own.stage] == stream)
         for stream in STREAMS
+    }
+
+
+def lane_records(lanes: Mapping[str, tuple[Operation, ...]]) -> dict[str, list[Record]]:
+    """Returns lanes as the event `schedule` has them: [stage, chunk, start, end], in seconds."""
+    return {
+        stream: [[own.stage, own.chunk, own.start_ms / 1e3, own.end_ms / 1e3] for own in lane]
+        for stream, lane in lanes.items()
     }

@@ -28,10 +28,20 @@ from megatron_resilient.report.plot_load import (
 )
 from megatron_resilient.report.plot_members import plot_members
 from megatron_resilient.report.plot_placement import plot_placement
+from megatron_resilient.report.plot_schedule import plot_schedule
 from megatron_resilient.report.plot_training import plot_loss, plot_throughput
 from megatron_resilient.report.run import Run
+from megatron_resilient.report.schedules import Schedules
 from megatron_resilient.report.svg import STYLE, to_svg
-from megatron_resilient.report.text import clean, compact, duration, plural, significant, times
+from megatron_resilient.report.text import (
+    clean,
+    compact,
+    duration,
+    percent,
+    plural,
+    significant,
+    times,
+)
 
 
 def build_page(run: Run) -> str:
@@ -47,6 +57,7 @@ def build_page(run: Run) -> str:
             _throughput,
             _expert_load,
             _placement,
+            _schedule,
             _members,
             _recoveries,
             _checkpoints,
@@ -158,6 +169,27 @@ def _placement(run: Run) -> Section | str:
     if moves:
         found.append(tables.rebalances_table(run))
     return Section("placement", "Placement of experts", lead, [picture], found)
+
+
+def _schedule(run: Run) -> Section | str:
+    schedules = Schedules.of(run.events)
+    if schedules is None:
+        return "Schedule: communication and experts were not co-scheduled."
+    lead = f"{plural(len(schedules.layers), 'layer')} cut into chunks"
+    pairs = [
+        (event["measured_seconds"], event["planned_seconds"])
+        for event in schedules.passes.values()
+        if event.get("measured_seconds") and event["planned_seconds"]
+    ]
+    if pairs:
+        errors = [abs(planned / measured - 1) for measured, planned in pairs]
+        lead += f"; plans missed the measured times by {percent(float(np.median(errors)))} (median)"
+    lead += "."
+    pictures = []
+    for number, (phase, event) in enumerate(schedules.drawn.items()):
+        label = f"Operations of layer {event['layer']}, {phase}, by stream and time. {lead}"
+        pictures.append(to_svg(plot_schedule(event), f"schedule-{number}", label))
+    return Section("schedule", "Schedule of communication and experts", lead, pictures)
 
 
 def _members(run: Run) -> Section | str:

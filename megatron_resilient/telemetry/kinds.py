@@ -23,6 +23,20 @@ def _is_numbers_by_name(value: object) -> bool:
     return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
+def _is_operations(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(lane, list) and all(map(_is_operation, lane)) for lane in value.values()
+    )
+
+
+def _is_operation(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    stage, chunk, start, end = value
+    numbers = is_finite_number(start) and is_finite_number(end)
+    return isinstance(stage, str) and _is_int(chunk) and numbers and start <= end
+
+
 # How a field's type is written in the docs -> the check of a value that came from JSON.
 TYPES: dict[str, Callable[[object], bool]] = {
     "int": _is_int,
@@ -37,6 +51,7 @@ TYPES: dict[str, Callable[[object], bool]] = {
     "list of int": _is_list_of(int),
     "list of text": _is_list_of(str),
     "lists of int": lambda value: isinstance(value, list) and all(map(_is_list_of(int), value)),
+    "stream -> operations": _is_operations,
     "name -> number": _is_numbers_by_name,
     "name -> value": lambda value: isinstance(value, dict),
 }
@@ -269,6 +284,28 @@ _KINDS = (
             Field("bytes", "int", "bytes of expert state moved"),
             Field("imbalance_before", "number", "max / mean tokens of a rank, old placement"),
             Field("imbalance_after", "number", "the same, new placement"),
+        ),
+    ),
+    EventKind(
+        "schedule",
+        "how one pass of an MoE layer is cut into chunks, from now on or as it was measured",
+        (
+            Field("layer", "int", "layer, counted as in the model", required=True),
+            Field("phase", "text", "`forward` or `backward`", required=True),
+            Field("degree", "int", "chunks", required=True),
+            Field(
+                "planned_seconds", "finite number", "time of the pass, as planned", required=True
+            ),
+            Field("measured_seconds", "finite number", "as measured, the slowest rank's"),
+            Field("order", "text", "order of the stream inside nodes"),
+            Field("gradient_bytes", "int", "bytes of the gradient slice sent meanwhile"),
+            Field(
+                "planned",
+                "stream -> operations",
+                "for each stream its operations: [stage, chunk, start, end], in seconds",
+                required=True,
+            ),
+            Field("measured", "stream -> operations", "the same, as one rank measured it"),
         ),
     ),
     EventKind(

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_resilient.algorithms.cost_model import LinearCost, Profile
+from megatron_resilient.algorithms.lanes import lane_records
+from megatron_resilient.algorithms.layer_schedule import schedule_layers
+from megatron_resilient.algorithms.stage_costs import LayerWork
 from megatron_resilient.telemetry import EventLog
 
 START = 1_767_600_000.0  # 2026-01-05 08:00 UTC
@@ -153,6 +157,38 @@ class SyntheticRun:
                 imbalance_before=before,
                 imbalance_after=self.imbalance,
             )
+
+            self._schedules(step)
+
+    def _schedules(self, step: int) -> None:
+        """Plans two layers, and says that they took a little longer than planned."""
+        profile = Profile(
+            LinearCost(0.18, 8e-8),
+            LinearCost(0.05, 7e-8),
+            LinearCost(0.05, 7e-8),
+            LinearCost(0.3, 1.5e-7),
+            LinearCost(0.09, 1e-11),
+        )
+        work = [LayerWork(6e7, 6e7, 6e7, flops, 2**24, 2.5) for flops in (4e11, 1.2e12)]
+        for layer, plan in enumerate(schedule_layers(profile, work, 8), start=1):
+            for phase, own in (("forward", plan.forward), ("backward", plan.backward)):
+                lanes = lane_records(plan.lanes(backward=phase == "backward"))
+                longer = 1 + 0.03 * float(self.rng.random())
+                self.log.emit(
+                    "schedule",
+                    step,
+                    layer=layer,
+                    phase=phase,
+                    degree=own.degree,
+                    order=own.order,
+                    planned_seconds=own.predicted_ms / 1e3,
+                    measured_seconds=longer * own.predicted_ms / 1e3,
+                    planned=lanes,
+                    measured={
+                        stream: [[*op[:2], longer * op[2], longer * op[3]] for op in lane]
+                        for stream, lane in lanes.items()
+                    },
+                )
 
     def _expert_loads(self, step: int, interval: int) -> None:
         self._popularity += self.rng.normal(0, 0.05, self._popularity.shape)

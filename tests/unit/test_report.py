@@ -21,6 +21,7 @@ SECTIONS = [
     "throughput",
     "expert-load",
     "placement",
+    "schedule",
     "members",
     "recoveries",
     "checkpoints",
@@ -91,7 +92,7 @@ def test_the_page_has_all_sections_and_is_well_formed(text):
     assert [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")] == (
         SECTIONS
     )
-    assert page.tags.count("svg") == 10
+    assert page.tags.count("svg") == 12
     assert text.startswith("<!DOCTYPE html>")
     assert "Not in this report" not in page.words
 
@@ -228,6 +229,7 @@ def test_sections_without_data_are_named(tmp_path):
         "Throughput",
         "Expert load",
         "Placement",
+        "Schedule",
         "Members",
         "Recoveries",
         "Checkpoints",
@@ -282,7 +284,7 @@ def test_the_command_writes_the_page(synthetic, tmp_path, capsys, only_this_comm
     output = tmp_path / "page.html"
     assert cli.main(["report", str(synthetic), "--output", str(output)]) == 0
     assert str(output) in capsys.readouterr().out
-    assert Page(output.read_text(encoding="utf-8")).tags.count("svg") == 10
+    assert Page(output.read_text(encoding="utf-8")).tags.count("svg") == 12
     assert list(tmp_path.iterdir()) == [output]
 
 

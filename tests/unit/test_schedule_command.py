@@ -1,6 +1,8 @@
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from megatron_resilient import cli
 from megatron_resilient.algorithms.schedule_files import read_profile, write_profile
 from megatron_resilient.algorithms.stream_model import ORDERS
 from tests.support import overlap_oracles as oracles
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scheduling.md"
 
 PROFILE = {
     "a2a": {"alpha_ms": 0.3, "beta_ms_per_byte": 4e-8, "r2": 0.999},
@@ -239,3 +243,13 @@ def test_neither_torch_nor_megatron_is_imported(schedule, tmp_path):
         "sys.exit(bool({'torch', 'megatron'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_page_shows_what_the_command_prints(schedule, tmp_path, capsys):
+    text = PAGE.read_text(encoding="utf-8")
+    profile, layers = re.findall(r"```json\n(.+?)```", text, re.DOTALL)
+    (shown,) = re.findall(r"layers.json\n(megatron-resilient .+?)```", text, re.DOTALL)
+    assert schedule(profile=profile, layers=layers) == 0
+    captured = capsys.readouterr()
+    printed = captured.err.replace(f"{tmp_path}/", "") + captured.out
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()

@@ -105,3 +105,11 @@ def test_gradients_that_cannot_be():
     with pytest.raises(PlanError, match="gradients of window 1 are -1 bytes"):
         partition_gradients([Window.of_dense(1.0)] * 2, [0, -1], LinearCost(0.0, 1.0))
     assert partition_gradients([], [], LinearCost(0.0, 1.0)).slices_bytes == (0,)
+
+
+def test_no_crumb_is_sent_after_all_if_there_is_a_slice_already():
+    """1000 bytes are no multiple of 96 units, and a crumb would pay alpha once more."""
+    row = [Window.of_dense(0.0), Window.of_dense(0.5)]
+    found = partition_gradients(row, [1000, 0], LinearCost(1.0, 1.0))
+    assert found.slices_bytes == (0, 1000, 0)
+    assert found.exposed_ms == (0, 1000.5, 0)
