@@ -139,6 +139,7 @@ class Saver:
         self._pending: list[Save] = []
         self._measured = Measured()
         self._told = [0] * len(self._measured.told())
+        self._first_interval = get_args().save_interval
         self._cost: tuple[float, float] | None = None  # of a save: until durable, and its stall
         self._begun = 0.0
         self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
@@ -206,8 +207,12 @@ class Saver:
         """
         self._measured.between_steps()
         ended = self._look()
-        # Here only: when training has ended, Megatron asks the interval whether it has saved.
-        if self._cost is not None:
+        args = get_args()
+        if args.curr_iteration + 2 >= args.train_iters:
+            # The last step, but for the first of a run. When training has ended, Megatron asks the
+            # interval that it was started with whether that step was saved.
+            args.save_interval = self._first_interval
+        elif self._cost is not None:
             self._choose_interval(*self._cost)
             self._cost = None
         return ended
