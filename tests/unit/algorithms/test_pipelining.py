@@ -35,7 +35,9 @@ def test_the_best_of_all_degrees_and_orders(costs, max_degree, slice_ms):
                 for order in ORDERS
             ]
             assert plan.by_degree_ms[degree - 1] == pytest.approx(min(every), rel=1e-9)
-        assert plan.predicted_ms == min(plan.by_degree_ms) == plan.by_degree_ms[plan.degree - 1]
+        assert plan.predicted_ms == plan.by_degree_ms[plan.degree - 1]
+        # Of times that are equal but for rounding the fewest chunks are taken.
+        assert plan.predicted_ms == pytest.approx(min(plan.by_degree_ms), rel=1e-9)
         assert plan.fractions == (1 / plan.degree,) * plan.degree
         # The order that is named takes what is predicted.
         named = oracles.play(durations(own, plan.fractions), plan.order, slice_ms)[1]
@@ -47,7 +49,7 @@ def test_uneven_chunks_are_taken_where_they_gain(costs, slice_ms):
     even = phase_options([costs], 8)[0]
     uneven = phase_options([costs], 8, uneven=True)[0]
     plan = uneven.choose(slice_ms)
-    assert plan.predicted_ms <= even.choose(slice_ms).predicted_ms
+    assert plan.predicted_ms <= even.choose(slice_ms).predicted_ms * (1 + 1e-9)
     assert sum(plan.fractions) == pytest.approx(1)
     assert all(own > 0 for own in plan.fractions)
     assert len(plan.fractions) == plan.degree <= 8
