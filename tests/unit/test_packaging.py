@@ -163,6 +163,12 @@ def test_make_runs_every_folder_of_tests():
     assert with_tests <= set(folders.split())
 
 
+def test_files_of_tests_have_different_names():
+    """pytest cannot collect two of one name together, as `make test-fast` does."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
 def test_ci_runs_the_test_command():
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
