@@ -172,7 +172,7 @@ class Plan:
         Returns:
             [rows, ...], by source.
         """
-        return _Dispatch.apply(x, self)
+        return _Travel.apply(x, self.forward, self.backward)
 
     def combine(self, x: torch.Tensor) -> torch.Tensor:
         """Sends rows back to where `dispatch` brought them from; differentiable too. Collective.
@@ -183,7 +183,7 @@ class Plan:
         Returns:
             [rows, ...], by destination, as they were given to `dispatch`.
         """
-        return _Combine.apply(x, self)
+        return _Travel.apply(x, self.backward, self.forward)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `dispatch`, outside autograd."""
@@ -207,26 +207,17 @@ class Plan:
         return _restore(x, self.sizes, self.order)
 
 
-class _Dispatch(torch.autograd.Function):
+class _Travel(torch.autograd.Function):
+    """Rows go one way, their gradient the other."""
+
     @staticmethod
-    def forward(ctx, x, plan):
-        ctx.plan = plan
-        return plan.forward(x)
+    def forward(ctx, x, way, back):
+        ctx.back = back
+        return way(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.plan.backward(gradient), None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, plan):
-        ctx.plan = plan
-        return plan.backward(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.plan.forward(gradient), None
+        return ctx.back(gradient), None, None
 
 
 def _arrange(x: torch.Tensor, sizes: list[int], order: list[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilient.comm import exchange
+from megatron_resilient.comm.device import device_of
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.comm.measure import Effort, Probe, Samples, measure
 from megatron_resilient.comm.node_groups import NodeGroups
@@ -196,11 +197,7 @@ def expert_probes(
         smallest_bytes: where sizes begin; small messages are all latency, and vary most.
         largest_bytes: where they end.
     """
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend(groups.whole) == "nccl"
-        else torch.device("cpu")
-    )
+    device = device_of(groups.whole)
     row_bytes = shape.hidden * shape.dtype.itemsize
     probes: dict[str, Probe] = {}
 
