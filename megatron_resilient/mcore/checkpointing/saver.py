@@ -6,7 +6,7 @@ A save goes through these stages, the same on every rank and in the order of sav
 2. A thread finds out what this rank writes, copies it into host memory, and hands it to the worker.
 3. `before_update`: the thread is waited for, because the optimizer changes what it reads.
 4. The worker writes the copy into files. Between two steps `poll` asks all ranks whether they are
-   done: one small all-reduce, and only while a save is on its way.
+   done: one small all-reduce, beside the next step, and only while a save is on its way.
 5. Rank 0 writes the manifest, and with it the save is there.
 
 Where a rank fails all of them hear of it in `poll`, and training goes on to the next save.
@@ -139,6 +139,7 @@ class Saver:
         self._pending: list[Save] = []
         self._measured = Measured()
         self._told = [0] * len(self._measured.told())
+        self._asked: tuple[dist.Work | None, torch.Tensor] | None = None
         self._first_interval = get_args().save_interval
         self._cost: tuple[float, float] | None = None  # of a save: until durable, and its stall
         self._begun = 0.0
@@ -223,28 +224,43 @@ class Saver:
             return []
         begun = time.perf_counter()
         save = self._pending[0]
+        ended = None if self._asked is None else self._answered(save, *self._asked)
+        self._asked = self._ask(self._pending[0]) if self._pending else None
+        save.stall_seconds += time.perf_counter() - begun
+        return [] if ended is None else [ended]
+
+    def _ask(self, save: Save) -> "tuple[dist.Work | None, torch.Tensor]":
+        """Begins to ask all ranks how far they are with the oldest save. Collective.
+
+        The answer is looked at a step later, when it has long been there: the ranks of a step are
+        never quite together, and a sum that is waited for has each wait for the last.
+        """
         self._advance(save)
-        device = torch.cuda.current_device()
         size = sum(file.bytes for file in save.written or ())
         own = [int(self._is_done(save)), int(save.failed is not None), size]
         times = [save.seconds, save.stall_seconds]
         own += [round(1e6 * each) for each in times] + self._measured.told()
-        flags = torch.tensor(own, device=device)
-        dist.all_reduce(flags)
+        flags = torch.tensor(own, device=torch.cuda.current_device())
+        return dist.all_reduce(flags, async_op=True), flags
+
+    def _answered(
+        self, save: Save, asking: "dist.Work | None", flags: torch.Tensor
+    ) -> Saved | None:
+        """Does what all ranks' answer asks for; returns what came of the save. Collective."""
+        if asking is not None:
+            asking.wait()
         done, failed, size, seconds, stall, *self._told = flags.tolist()
-        ended = None
         if failed:
-            ended = self._fail(save)
-        elif done == dist.get_world_size():
-            if save.told is None:
-                save.bytes = size
-                self._write_manifest(save)
-            else:
-                save.seconds = seconds / 1e6  # as rank 0 says, and nobody else
-                ended = self._complete(save)
-                self._cost = save.seconds, stall / 1e6 / dist.get_world_size()
-        save.stall_seconds += time.perf_counter() - begun
-        return [] if ended is None else [ended]
+            return self._fail(save)
+        if done < dist.get_world_size():
+            return None
+        if save.told is None:
+            save.bytes = size
+            self._write_manifest(save)
+            return None
+        save.seconds = seconds / 1e6  # as rank 0 says, and nobody else
+        self._cost = save.seconds, stall / 1e6 / dist.get_world_size()
+        return self._complete(save)
 
     def finish(self) -> list[Saved]:
         """Waits for all saves. Collective."""
