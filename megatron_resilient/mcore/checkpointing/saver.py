@@ -168,7 +168,9 @@ class Saver:
         while len(self._pending) >= _MOST_PENDING:
             ended += self._wait()
         now = self._contents.signature()
-        nonce, tokens, has_changed = self._agree(loads, now != self._layout_of)
+        told = self._tell(loads, now != self._layout_of)
+        moving = self._contents.moving()
+        nonce, tokens, has_changed = self._agreed(*told)
         if has_changed:
             self._layout, self._layout_of = Layout.gather(self._contents), now
             self._recipes.clear()
@@ -181,9 +183,7 @@ class Saver:
         self._pending.append(save)
         storage.saves += 1
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        copied = self._copies.submit(
-            self._copy, save, layout, selection, self._contents.moving(), stream
-        )
+        copied = self._copies.submit(self._copy, save, layout, selection, moving, stream)
         self._copying = save, copied
         save.stall_seconds = time.perf_counter() - begun
         return ended
@@ -300,13 +300,11 @@ class Saver:
     def _masters(self) -> Masters:
         return "all" if self._config.checkpoint_masters == "all" else "selected"
 
-    def _agree(
+    def _tell(
         self, loads: Mapping[int, torch.Tensor], has_changed: bool
-    ) -> tuple[str, dict[int, list[int]], bool]:
-        """Returns a nonce, the loads of all ranks, and whether any has changed. One all-reduce."""
-        args = get_args()
-        experts = args.num_experts or 0
-        layers = args.num_layers + (args.mtp_num_layers or 0)
+    ) -> "tuple[dist.Work | None, torch.Tensor]":
+        """Begins to tell all ranks what this one has routed, and whether its experts have moved."""
+        layers, experts = _shape()
         device = torch.cuda.current_device()
         told = torch.zeros(2 + layers * experts, dtype=torch.int64, device=device)
         told[0] = int(has_changed)
@@ -314,7 +312,15 @@ class Saver:
             told[1] = secrets.randbits(48)
         for layer, tokens in loads.items():
             told[2:].view(layers, experts)[layer - 1] = tokens
-        dist.all_reduce(told)
+        return dist.all_reduce(told, async_op=True), told
+
+    def _agreed(
+        self, telling: "dist.Work | None", told: torch.Tensor
+    ) -> tuple[str, dict[int, list[int]], bool]:
+        """Returns a nonce, the loads of all ranks, and whether any has changed."""
+        if telling is not None:
+            telling.wait()
+        layers, experts = _shape()
         changed, nonce, *counts = told.tolist()
         tokens = {
             layer + 1: counts[layer * experts : (layer + 1) * experts] for layer in range(layers)
@@ -492,6 +498,12 @@ class Saver:
         path = str(places.manifest_path(self._storage.directory, save.step))
         seconds = time.perf_counter() - save.begun if failed else save.seconds
         return Saved(save.step, failed, path, seconds, save.stall_seconds, size)
+
+
+def _shape() -> tuple[int, int]:
+    """Returns how many layers there are, and experts of one."""
+    args = get_args()
+    return args.num_layers + (args.mtp_num_layers or 0), args.num_experts or 0
 
 
 def _view(own: Arrays, stretch: Stretch) -> torch.Tensor:
