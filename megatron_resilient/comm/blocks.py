@@ -89,7 +89,9 @@ def unpack(
     for form in forms:
         columns = packed[:, start : start + form.row_bytes]
         start += form.row_bytes
-        rows = arrange(columns, sizes, order).contiguous()
+        rows = arrange(columns, sizes, order)
+        if rows is columns:  # a copy in any case: wider types want an aligned beginning
+            rows = columns.clone(memory_format=torch.contiguous_format)
         tensors.append(rows.view(form.dtype).view(-1, *form.shape))
     return tensors
 
