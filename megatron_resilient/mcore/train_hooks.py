@@ -31,6 +31,7 @@ from megatron_resilient.mcore.checkpointing import run as checkpoints
 from megatron_resilient.mcore.checkpointing.contents import Contents
 from megatron_resilient.mcore.checkpointing.saver import Saved
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.overlap import setup as overlap
 from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.recovery import faults, rejoin, session, steps
 from megatron_resilient.mcore.recovery.progress import Progress
@@ -95,6 +96,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         built, rejoined = rejoin.build(elastic, original, *args, **kwargs)
     model, optimizer, scheduler = built
     specs.check_built(model)
+    overlap.connect(model, config_from_args(get_args()).overlap)
     layer_hooks.set_built(True)
     uneven.attach(model)
     _record = RunRecord.start(model, elastic.world if elastic else None)
