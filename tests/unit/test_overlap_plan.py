@@ -1,7 +1,12 @@
 """Plans of passes, and the static schedules that they become."""
 
+import itertools
+
 import pytest
 
+from megatron_resilient.algorithms.cost_model import LinearCost, Profile
+from megatron_resilient.algorithms.layer_schedule import schedule_layers
+from megatron_resilient.algorithms.stage_costs import LayerWork
 from megatron_resilient.comm.node_groups import join_node_map, read_node_map
 from megatron_resilient.errors import PlanError
 from megatron_resilient.mcore.overlap.plan import LayerOverlap, PassPlan
@@ -36,6 +41,25 @@ def test_nothing_is_cut_unless_told():
     overlap = LayerOverlap()
     assert overlap.forward.degree == overlap.backward.degree == 1
     assert overlap.gradient_window is overlap.on_outcome is None
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_what_is_planned_can_be_carried_out(uneven):
+    line = LinearCost(0.1, 1e-6)
+    profile = Profile(line, line, line, line, line)
+    work = LayerWork(4e6, 3e6, 2e6, 5e6, gradient_bytes=10**6)
+    layer = schedule_layers(profile, [work, work], 8, uneven=uneven)[0]
+    for backward, plan in ((False, layer.forward), (True, layer.backward)):
+        lanes = layer.lanes(backward=backward)
+        found = PassPlan.planned(plan, lanes)
+        assert found.degree == plan.degree > 1
+        assert [float(cut) for cut in found.cuts[1:]] == pytest.approx(
+            list(itertools.accumulate(plan.fractions)), abs=1e-4
+        )
+        has_window = any(own.stage == "gradient" for own in lanes["inter"])
+        schedule = found.schedule(True, has_window)
+        for lane, operations in lanes.items():
+            assert list(schedule.lanes[lane]) == [(own.stage, own.chunk) for own in operations]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import numpy as np
 
 from megatron_resilient.algorithms.chunk_shapes import even_chunks
 from megatron_resilient.algorithms.intra_order import Step, intra_order
+from megatron_resilient.algorithms.lanes import Operation
+from megatron_resilient.algorithms.pipelining import PhasePlan
 from megatron_resilient.algorithms.row_chunks import Cuts, cuts_of, even_cuts
 from megatron_resilient.comm.hierarchical import Router
 from megatron_resilient.comm.pipeline import COMPUTE, INTER, INTRA, Key, Schedule, Span, same_chunk
@@ -43,6 +45,17 @@ class PassPlan:
                 raise PlanError(f"{len(shares)} shares for {self.degree} chunks: give one each")
             object.__setattr__(self, "cuts", cuts_of(shares))
         self.schedule(True, False)
+
+    @classmethod
+    def planned(cls, plan: PhasePlan, lanes: Mapping[str, Sequence[Operation]]) -> "PassPlan":
+        """Returns what a planned pass is carried out by.
+
+        Args:
+            plan: `forward` or `backward` of a `LayerSchedule`.
+            lanes: its `lanes()` of the same pass.
+        """
+        order = tuple((own.stage, own.chunk) for own in lanes[INTRA])
+        return cls(plan.degree, plan.fractions if plan.is_uneven else None, order)
 
     def schedule(self, is_tensor_parallel: bool, has_window: bool) -> Schedule:
         """Returns the operations by stream; made once for equal plans.
