@@ -134,9 +134,7 @@ class AutoOverlap:
         changed = False
         for layer, own in zip(self._layers, schedules, strict=True):
             for name, plan in (("forward", own.forward), ("backward", own.backward)):
-                wanted = PassPlan(
-                    plan.degree, plan.fractions if plan.is_uneven else None, plan.order
-                )
+                wanted = _carried_out(layer, own, name, plan)
                 changed |= wanted != getattr(layer.overlap, name)
                 setattr(layer.overlap, name, wanted)
         is_first, self._schedules = not self._schedules, schedules
@@ -179,6 +177,12 @@ class AutoOverlap:
                         measured_seconds=took.pass_seconds[name],
                         measured=records(measured),
                     )
+
+
+def _carried_out(layer: MoELayer, own: LayerSchedule, name: str, plan: PhasePlan) -> PassPlan:
+    if layer.token_dispatcher.tp_size > 1:
+        return PassPlan.planned(plan, own.lanes(backward=name == "backward"))
+    return PassPlan(plan.degree, plan.fractions if plan.is_uneven else None, plan.order)
 
 
 def _operations(profile: Profile) -> Sequence[str]:
