@@ -1,0 +1,73 @@
+"""Gradients that are sent in windows of the backward pass are those that Megatron reduces alone."""
+
+import pytest
+
+from tests.gloo.test_replicas import EP2, EP4, FREE, PP2, REPLICAS, SIX_SLOTS, TP2, relative
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+PROBE = "tests.support.slices_probe"
+DISTOPT = {"use_distributed_optimizer": True}
+# Neither a whole layer nor a whole buffer: slices are cut, and something is left.
+SOME = {"in_moe": 50_000, "beside_dense": 30_000}
+ALL = {"in_moe": 1 << 30}
+TWO = {"world": 2}
+
+# flags, windows, whether the bits are those of Megatron alone: of two ranks they are, since a sum
+# of two has one order only.
+CASES = {
+    "two ranks": (TWO, SOME, True),
+    "bf16 reduced in fp32, two microbatches": (
+        TWO | {"bf16": True, "global_batch_size": 4, "accumulate_allreduce_grads_in_fp32": True},
+        SOME,
+        True,
+    ),
+    "bf16, distopt": (TWO | DISTOPT | {"bf16": True, "grad_reduce_in_bf16": True}, SOME, True),
+    "distopt, recompute, tied embedding, clipping": (
+        TWO
+        | DISTOPT
+        | {
+            "untie_embeddings_and_output_weights": None,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "clip_grad": 0.1,
+        },
+        ALL,
+        True,
+    ),
+    "EP2 DP2": (EP2, ALL, False),
+    "EP4 distopt, replicas": (EP4 | DISTOPT | REPLICAS, SOME, False),
+    "TP2 EP2, loss per token": (TP2 | EP2 | {"calculate_per_token_loss": True}, SOME, True),
+    "PP2 EP2, six slots": (PP2 | EP2 | SIX_SLOTS | {"num_layers": 4}, SOME, True),
+}
+
+
+@pytest.fixture
+def probe(pools):
+    """Calls a function of the probe on all ranks; brings back what the program does."""
+
+    def call(function, **how):
+        return pools.plugin.call(f"{PROBE}:{function}", **how)
+
+    yield call
+    pools.plugin.call(f"{PROBE}:restore")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_without_slices(pools, probe, name, tmp_path):
+    flags, windows, same_bits = CASES[name]
+    run = FREE | {"num_layers": 3, "seq_length": 32, "train_iters": 20} | flags
+    run |= {"resilient_run_dir": str(tmp_path), "inspect": f"{PROBE}:weights_and_bytes"}
+    alone = pools.plugin.run(**run).ok()
+    probe("slice_gradients", **windows)
+    sliced = pools.plugin.run(**run).ok()
+    if same_bits:
+        assert sliced.numbers == alone.numbers
+        assert [f[0] for f in sliced.inspected] == [f[0] for f in alone.inspected]
+    else:
+        assert relative(sliced.losses, alone.losses) < 1e-5
+        assert relative(sliced.grad_norms, alone.grad_norms) < 1e-4
+    for (_, none, _), (_, some, dense) in zip(alone.inspected, sliced.inspected, strict=True):
+        assert none == 0
+        assert 0 < some < dense
