@@ -71,3 +71,56 @@ def test_training_is_that_without_slices(pools, probe, name, tmp_path):
     for (_, none, _), (_, some, dense) in zip(alone.inspected, sliced.inspected, strict=True):
         assert none == 0
         assert 0 < some < dense
+
+
+def test_replicas_can_be_summed_in_the_windows(pools, probe, tmp_path):
+    run = FREE | EP4 | REPLICAS | {"num_layers": 3, "seq_length": 32, "train_iters": 6}
+    run |= {"resilient_run_dir": str(tmp_path), "inspect": "tests.support.replica_probe:early_sums"}
+    pools.plugin.call("tests.support.replica_probe:sum_replicas")  # a bucket for each layer
+    try:
+        alone = pools.plugin.run(**run).ok()
+        probe("slice_gradients", replicas=True)
+        windows = pools.plugin.run(**run).ok()
+    finally:
+        pools.plugin.call("tests.support.replica_probe:restore_sums")
+    assert windows.numbers == alone.numbers
+    # The lowest layer has no window below it.
+    assert [found[0] for found in alone.inspected] == [3] * 4
+    assert [found[0] for found in windows.inspected] == [2] * 4
+    assert [found[1:] for found in windows.inspected] == [found[1:] for found in alone.inspected]
+
+
+def test_a_failure_in_a_window_passes_through_and_leaves_nothing(pools, probe, tmp_path):
+    run = FREE | TWO | {"train_iters": 2, "resilient_run_dir": str(tmp_path)}
+    probe("slice_gradients", **SOME, broken=True)
+    assert "no slice from here" in pools.plugin.run(**run).error
+    probe("slice_gradients", **SOME)
+    assert pools.plugin.call(f"{PROBE}:slices_alive") == [0] * 4
+    pools.plugin.run(**run).ok()
+    assert pools.plugin.call(f"{PROBE}:slices_alive") == [0] * 4
+
+
+def test_a_gradient_that_was_not_final_is_an_error(pools, probe, tmp_path):
+    run = FREE | TWO | {"train_iters": 1, "resilient_run_dir": str(tmp_path)}
+    probe("slice_gradients", **ALL, wrong=True)
+    assert "added to after it had been sent" in pools.plugin.run(**run).error
+
+
+def test_nan_is_found_where_it_was_made(pools, probe, tmp_path):
+    run = FREE | TWO | {"resilient_run_dir": str(tmp_path)}
+    run |= {"rerun_mode": "disabled", "train_iters": 1}
+    probe("slice_gradients", **ALL)
+    probe("spoil_a_gradient", rank=1)
+    pools.plugin.run(**run).ok()
+    nothing, own = pools.plugin.call(f"{PROBE}:found", world=2)
+    assert nothing == []
+    assert len(own) == 1
+    assert "found NaN in local grad norm for bucket #0" in own[0]
+
+
+def test_overlap_of_megatron_is_refused(pools, probe, tmp_path):
+    run = FREE | TWO | {"train_iters": 1, "resilient_run_dir": str(tmp_path)}
+    probe("slice_gradients", **SOME)
+    assert "no gradient slices with --overlap-grad-reduce: Megatron then" in (
+        pools.plugin.run(**run, overlap_grad_reduce=True).error
+    )

@@ -9,48 +9,91 @@ import torch
 import torch.distributed as dist
 
 _UNDO = []
+_FOUND = []
 
 
-def slice_gradients(in_moe=0, beside_dense=0, broken_rank=None, late=None):
+def slice_gradients(in_moe=0, beside_dense=0, replicas=False, broken=False, wrong=False):
     """Has the models of the next runs send slices, until `restore`.
 
     Windows are called as a layer of ours would: in a thread that begins when the backward pass
-    comes to an MoE layer, and is waited for when it leaves it.
+    comes to an MoE layer, and is waited for when it leaves it. Where replicas are summed there, it
+    is waited for at once: their sums use the group of the layer's own exchanges.
 
     Args:
         in_moe: bytes of the window in each MoE layer.
         beside_dense: bytes of the window after each.
-        broken_rank: which rank raises in its first window.
-        late: 'plan' says that all gradients are final at once, which is wrong.
+        replicas: whether replicas are summed in the windows too.
+        broken: whether the first window raises.
+        wrong: whether the plan takes all gradients for final from the first window on.
     """
-    from megatron_resilient.mcore import train_hooks, uneven
     from megatron_resilient.mcore.overlap import gradient_slices, sliced_bucket
 
     restore()
-    attach = uneven.attach
 
-    def attach_both(model):
-        attach(model)
+    def attach(model):
         slices = gradient_slices.GradientSlices(model)
         layers = slices._layers
         for number, layer in layers.items():  # its thread ends before what begins after the layer
-            _call_windows(layer, partial(slices.window, number))
-        slices.set_windows(dict.fromkeys(layers, in_moe), dict.fromkeys(layers, beside_dense))
+            _call_windows(layer, partial(_window, weakref.ref(slices), number), replicas)
+        slices.set_windows(
+            dict.fromkeys(layers, in_moe), dict.fromkeys(layers, beside_dense), replicas=replicas
+        )
 
-    assert train_hooks.uneven is uneven
-    _replace(uneven, "attach", attach_both)
-    if broken_rank is not None:
-        reduce = sliced_bucket.SlicedBucket.reduce
+    _when_built(attach)
+    if broken:
 
         def fail(self, start, stop):
-            if dist.get_rank() == broken_rank:
-                raise RuntimeError("no slice from here")
-            reduce(self, start, stop)
+            raise RuntimeError("no slice from here")
 
         _replace(sliced_bucket.SlicedBucket, "reduce", fail)
-    if late == "plan":
+    if wrong:
         lowest = gradient_slices.lowest_layers
         _replace(gradient_slices, "lowest_layers", lambda m: dict.fromkeys(lowest(m), 1 << 40))
+
+
+def spoil_a_gradient(rank):
+    """Has one rank's own gradient of the output layer be NaN, until `restore`.
+
+    What Megatron's check then says is kept for `found`; the run goes on.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    check = _ParamAndGradBucketGroup.check_grads
+    _FOUND.clear()
+
+    def note(self, **what):
+        try:
+            check(self, **what)
+        except RuntimeError as error:
+            _FOUND.append(str(error))
+
+    _replace(_ParamAndGradBucketGroup, "check_grads", note)
+
+    def attach(model):
+        if dist.get_rank() == rank:
+            parameters = dict(model[0].named_parameters())
+            (name,) = (name for name in parameters if "output_layer" in name)
+            parameters[name].register_hook(lambda gradient: gradient * float("nan"))
+
+    _when_built(attach)
+
+
+def found():
+    """Returns what `spoil_a_gradient` has kept."""
+    return list(_FOUND)
+
+
+def _when_built(function):
+    from megatron_resilient.mcore import train_hooks
+
+    setup = train_hooks.setup
+
+    def setup_and_more(*args, **kwargs):
+        built = setup(*args, **kwargs)
+        function(built[0])
+        return built
+
+    _replace(train_hooks, "setup", setup_and_more)
 
 
 def restore():
@@ -65,7 +108,12 @@ def _replace(owner, name, value):
     setattr(owner, name, value)
 
 
-def _call_windows(layer, find):
+def _window(slices, number):
+    alive = slices()  # the graph keeps who asks
+    return None if alive is None else alive.window(number)
+
+
+def _call_windows(layer, find, at_once):
     class Pass:
         """One backward pass: a thread from its first to its last node."""
 
@@ -76,6 +124,8 @@ def _call_windows(layer, find):
             self.thread = threading.Thread(target=self.run, args=(window,), daemon=True)
             if window is not None:
                 self.thread.start()
+            if at_once:
+                self.end(gradient)
 
         def run(self, window):
             try:
@@ -87,7 +137,11 @@ def _call_windows(layer, find):
             if self.thread.ident is not None:
                 self.thread.join()
             if self.failure is not None:
-                raise self.failure
+                failure, self.failure = self.failure, None
+                try:
+                    raise failure
+                finally:
+                    del failure
 
     def before(_, inputs):
         if layer.training and torch.is_grad_enabled() and inputs[0].requires_grad:
@@ -117,30 +171,11 @@ def weights_and_bytes(model, optimizer):
 
 
 def slices_alive():
-    """Returns how many slices of a run that is over are still in memory."""
+    """Returns how many slices, and sums, of a run that is over are still in memory."""
+    from megatron_resilient.comm.replica_sum import RunningSum
     from megatron_resilient.mcore.overlap.gradient_slices import GradientSlices
+    from megatron_resilient.mcore.overlap.sliced_bucket import SlicedBucket
 
     gc.collect()
-    return sum(type(one) is GradientSlices for one in gc.get_objects())
-
-
-def say_nan(rank):
-    """Has one rank's gradient of the last layer be NaN, until `restore`."""
-    from megatron_resilient.mcore import uneven
-
-    attach = uneven.attach
-
-    def attach_nan(model):
-        attach(model)
-        if dist.get_rank() == rank:
-            own = weakref.ref(model[0])
-
-            def spoil(gradient):
-                alive = own()
-                return gradient * (float("nan") if alive is not None else 1.0)
-
-            parameter = dict(model[0].named_parameters())
-            name = next(n for n in parameter if "output_layer" in n)
-            parameter[name].register_hook(spoil)
-
-    _replace(uneven, "attach", attach_nan)
+    kinds = (GradientSlices, SlicedBucket, RunningSum)
+    return sum(type(one) in kinds for one in gc.get_objects())

@@ -7,8 +7,9 @@ Megatron's gradient buffers (`algorithms/gradient_slices.py`), the same on all r
 scaled and summed in place, as Megatron would at the end; at the end Megatron's own reduction of a
 bucket is replaced by that of the ranges that have not been sent.
 
-Only dense parameters take part. Those of experts lie in buffers of their own, which Megatron
-reduces as ever; gradients of replicas have `replica_gradients.py`.
+Slices are of dense parameters. Those of experts lie in buffers of their own, which Megatron reduces
+as ever. Sums of replicas' gradients can be made in the same windows, whole (`send_ready` of
+`replica_gradients.py`): so the tokens of the layer do not queue behind them.
 
 The sums use the dense data-parallel group. Nothing else does during a backward pass, so the order
 of its collectives is the order of the windows, which follows from the model.
@@ -23,6 +24,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_resilient.algorithms.gradient_slices import Range, Stretch, plan_slices
@@ -31,6 +33,7 @@ from megatron_resilient.errors import ConfigError, PlanError, PlanMismatchError
 from megatron_resilient.mcore.overlap.final_gradients import BELOW, lowest_layers
 from megatron_resilient.mcore.overlap.slice_refusals import why_not
 from megatron_resilient.mcore.overlap.sliced_bucket import SlicedBucket, check_local_norms
+from megatron_resilient.mcore.replica_gradients import ReplicaGradients
 
 # A window: in the MoE layer, or beside the dense work after it; and the layer's number.
 _IN_MOE, _BESIDE_DENSE = 0, 1
@@ -43,7 +46,8 @@ class GradientSlices:
     Nothing is changed and nothing costs anything until `set_windows` asks for slices.
 
     Args:
-        model: the model chunks of this rank, wrapped by Megatron's DistributedDataParallel.
+        model: the model chunks of this rank, wrapped by Megatron's DistributedDataParallel; the sum
+            over replicas, if there are any, is set up already.
 
     Raises:
         ConfigError: a flag that slices do not go together with.
@@ -59,6 +63,8 @@ class GradientSlices:
             why = why_not(chunk.config, chunk.ddp_config)
             if why is not None:
                 raise ConfigError(f"no gradient slices with {why}")
+        finalize = get_model_config(model[0]).finalize_model_grads_func
+        self._replicas = finalize if isinstance(finalize, ReplicaGradients) else None
         self._last_layer: int = model[0].config.num_layers
         self._buckets = [
             SlicedBucket(chunk, group, bucket)
@@ -90,7 +96,11 @@ class GradientSlices:
         return sum(bucket.last_sent_bytes for bucket in self._buckets)
 
     def set_windows(
-        self, in_moe: Mapping[int, int], beside_dense: Mapping[int, int] | None = None
+        self,
+        in_moe: Mapping[int, int],
+        beside_dense: Mapping[int, int] | None = None,
+        *,
+        replicas: bool = False,
     ) -> None:
         """Says what may be sent in which window from the next step on. Between two steps.
 
@@ -102,6 +112,9 @@ class GradientSlices:
                 stages: between its dispatches and its combines, if the layer calls its window.
             beside_dense: bytes by the number of an MoE layer: after its backward pass, beside what
                 comes then, on a thread or a stream of its own. The layer calls nothing for it.
+            replicas: whether gradients of replicas are summed in the windows of MoE layers, as soon
+                as they are final, before the slices. All MoE layers then have a window. Without
+                replicas, and where these are summed late, it changes nothing.
 
         Layers of other stages are passed over. Without any bytes there are no slices.
 
@@ -124,6 +137,9 @@ class GradientSlices:
         planned = plan_slices(self._stretches.values(), [(w[1], asked[w]) for w in windows])
         self.close()
         self._plan = {w: ranges for w, ranges in zip(windows, planned, strict=True) if ranges}
+        if replicas and self._replicas is not None:
+            self._replicas.in_windows = True
+            self._plan = {(_IN_MOE, layer): [] for layer in self._layers} | self._plan
         if not self._plan:
             return
         for bucket in self._buckets:
@@ -161,6 +177,8 @@ class GradientSlices:
             hook.remove()
         for bucket in self._buckets:
             bucket.group.gradient_slices = None
+        if self._replicas is not None:
+            self._replicas.in_windows = False
         self._hooks, self._plan, self._passes, self._beside = [], {}, {}, None
 
     def enter(self, window: _Window) -> None:
@@ -172,6 +190,8 @@ class GradientSlices:
         if not self._is_last(window):
             return
         self._beside_dense().join()
+        if self._replicas is not None and self._replicas.in_windows:
+            self._replicas.send_ready()
         _send(self._buckets, self._plan[window])
 
     def start_beside(self, window: _Window) -> None:
