@@ -39,7 +39,11 @@ CASES = {
     "EP2 DP2": (EP2, ALL, False),
     "EP4 distopt, replicas": (EP4 | DISTOPT | REPLICAS, SOME, False),
     "TP2 EP2, loss per token": (TP2 | EP2 | {"calculate_per_token_loss": True}, SOME, True),
-    "PP2 EP2, six slots": (PP2 | EP2 | SIX_SLOTS | {"num_layers": 4}, SOME, True),
+    "VPP2 EP2, six slots": (
+        PP2 | EP2 | SIX_SLOTS | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+        SOME,
+        True,
+    ),
 }
 
 
@@ -124,3 +128,9 @@ def test_overlap_of_megatron_is_refused(pools, probe, tmp_path):
     assert "no gradient slices with --overlap-grad-reduce: Megatron then" in (
         pools.plugin.run(**run, overlap_grad_reduce=True).error
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_ranges_are_summed_where_they_are_kept(pools, probe, ranks):
+    for errors in probe("sum_ranges", world=ranks, seed=ranks, ranks=ranks):
+        assert max(errors) < 1e-12

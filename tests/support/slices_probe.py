@@ -179,3 +179,34 @@ def slices_alive():
     gc.collect()
     kinds = (GradientSlices, SlicedBucket, RunningSum)
     return sum(type(one) in kinds for one in gc.get_objects())
+
+
+def sum_ranges(seed, ranks):
+    """Sums random ranges of random buffers in both ways; returns the largest error of each."""
+    import numpy as np
+
+    from megatron_resilient.comm.range_sum import sum_at_owners, sum_everywhere
+
+    dist.init_process_group("gloo")
+    rank, worst = dist.get_rank(), [0.0, 0.0]
+    random = np.random.default_rng(seed)
+    for _ in range(10):
+        shard = int(random.integers(1, 30))
+        start, stop = sorted(int(x) for x in random.integers(0, ranks * shard + 1, 2))
+        average = bool(random.integers(2))
+        everyone = torch.from_numpy(random.standard_normal((ranks, ranks * shard)))
+        total = everyone.sum(dim=0) / (ranks if average else 1)
+        if start == stop:
+            continue
+        for way, function in enumerate((sum_everywhere, sum_at_owners)):
+            mine = everyone[rank].clone()
+            function(mine, start, stop, dist.group.WORLD, average)
+            expected = everyone[rank].clone()
+            first = max(start, rank * shard) if way else start
+            last = min(stop, (rank + 1) * shard) if way else stop
+            if first < last:
+                expected[first:last] = total[first:last]
+            worst[way] = max(worst[way], float((mine - expected).abs().max()))
+    dist.barrier()
+    dist.destroy_process_group()
+    return worst

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterable
 
-from megatron.core.utils import unwrap_model
 from torch import nn
 
 # Used above all layers only; used somewhere else, and so not final before the end.
@@ -37,7 +36,9 @@ def lowest_layers(model: Iterable[nn.Module]) -> dict[nn.Parameter, int]:
     """
     lowest: dict[nn.Parameter, int] = {}
     for chunk in model:
-        inner = unwrap_model(chunk)
+        inner = chunk
+        while isinstance(getattr(inner, "module", None), nn.Module):  # Megatron's wrappers
+            inner = inner.module
         decoder = getattr(inner, "decoder", None)
         layers = getattr(decoder, "layers", [])
         numbers = [getattr(layer, "layer_number", BELOW) for layer in layers]
