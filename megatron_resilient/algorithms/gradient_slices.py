@@ -8,6 +8,7 @@ happens to be ready first, and all ranks send the same.
 FSMoE (arXiv 2501.10714), section 5: the dense gradients, cut into slices of planned sizes.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,26 @@ class Stretch:
     elements: Range
     element_bytes: int
     layer: int
+
+
+def bytes_made(stretches: Iterable[Stretch], layers: Iterable[int]) -> dict[int, int]:
+    """Returns the bytes that become final between the window of each MoE layer and the one below.
+
+    O(S log L) for S stretches and L layers.
+
+    Args:
+        stretches: what may be sent.
+        layers: numbers of the layers with windows, at least one.
+
+    Returns:
+        By layer. What is final before the highest one's window counts as that layer's.
+    """
+    numbers = sorted(layers)
+    made = dict.fromkeys(numbers, 0)
+    for each in stretches:
+        place = min(bisect_left(numbers, each.layer), len(numbers) - 1)
+        made[numbers[place]] += (each.elements.stop - each.elements.start) * each.element_bytes
+    return made
 
 
 def plan_slices(

@@ -64,6 +64,11 @@ def test_plans_come_from_costs_and_are_corrected_by_what_is_seen(pools, tmp_path
             chunks = [own[:2] for own in operations]
             assert chunks == [own[:2] for own in event["planned"][stream]]
         assert 0 < event["measured_seconds"] < event["planned_seconds"]
+    # Gradients of layer 2 travel while the backward pass is in layer 1.
+    assert all(
+        (event["gradient_bytes"] > 0) == ((event["layer"], event["phase"]) == (1, "backward"))
+        for event in planned
+    )
     # Reality was faster: the costs were corrected, and later plans expect less.
     assert "operations take another time than their profile says" in result.outputs[0]
     last = [event for event in events if event["step"] == 12]

@@ -22,6 +22,8 @@ from megatron_resilient.algorithms.layer_schedule import LayerSchedule, schedule
 from megatron_resilient.algorithms.pipelining import PhasePlan
 from megatron_resilient.comm.drift import DriftLimits, DriftMonitor
 from megatron_resilient.config import OverlapConfig
+from megatron_resilient.errors import ConfigError
+from megatron_resilient.mcore.overlap.gradient_slices import GradientSlices
 from megatron_resilient.mcore.overlap.observed import (
     LayerTimes,
     Observation,
@@ -50,7 +52,7 @@ class AutoOverlap:
     Args:
         layers: with overlap, connected.
         profile: costs of this job; the same on all ranks of the stage.
-        gradient_bytes: dense gradients that each layer's backward pass makes final, by layer.
+        slices: sends dense gradients in the layers' windows; None: Megatron reduces them alone.
         config: flags.
     """
 
@@ -58,14 +60,18 @@ class AutoOverlap:
         self,
         layers: Sequence[MoELayer],
         profile: Profile,
-        gradient_bytes: Mapping[int, int],
+        slices: GradientSlices | None,
         config: OverlapConfig,
     ) -> None:
         self._layers, self._profile, self._config = layers, profile, config
-        self._gradient_bytes = gradient_bytes
+        self._slices = slices
+        self._gradient_bytes: Mapping[int, int] = (
+            slices.bytes_made() if slices else {layer.layer_number: 0 for layer in layers}
+        )
         self._observation = Observation(layers)
         self._monitor = self._new_monitor()
         self._schedules: list[LayerSchedule] = []
+        self._windows: tuple[dict[int, int], dict[int, int]] | None = None
         self._step = 0
         self._next = _FIRST
         self._is_watching = False
@@ -88,7 +94,7 @@ class AutoOverlap:
         profile = profile_of(measured)
         for text in profile.distrust():
             print_rank_0(f"overlap: {text}")
-        return cls(layers, profile, {layer.layer_number: 0 for layer in layers}, config)
+        return cls(layers, profile, _slices(model, profile), config)
 
     def before_step(self) -> None:
         """Looks at the step that begins, if it is time. Local."""
@@ -137,8 +143,28 @@ class AutoOverlap:
                 wanted = _carried_out(layer, own, name, plan)
                 changed |= wanted != getattr(layer.overlap, name)
                 setattr(layer.overlap, name, wanted)
+        if self._slices is not None:
+            changed |= self._set_windows(self._slices, schedules)
         is_first, self._schedules = not self._schedules, schedules
         return changed or is_first
+
+    def _set_windows(self, slices: GradientSlices, schedules: Sequence[LayerSchedule]) -> bool:
+        """Has slices sent as planned; returns whether they are others now."""
+        numbered = {
+            layer.layer_number: own.gradients
+            for layer, own in zip(self._layers, schedules, strict=True)
+        }
+        windows = (
+            {layer: own.moe_bytes for layer, own in numbered.items()},
+            {layer: own.dense_bytes for layer, own in numbered.items()},
+        )
+        if windows == self._windows:
+            return False
+        self._windows = windows
+        slices.set_windows(*windows, replicas=True)
+        for layer in self._layers:
+            layer.overlap.gradient_window = slices.window(layer.layer_number)
+        return True
 
     def _correct(self) -> None:
         """Corrects the costs of operations that take another time than planned. Collective."""
@@ -177,6 +203,16 @@ class AutoOverlap:
                         measured_seconds=took.pass_seconds[name],
                         measured=records(measured),
                     )
+
+
+def _slices(model: list[nn.Module], profile: Profile) -> GradientSlices | None:
+    if profile.allreduce.time_ms(1.0) == 0:
+        return None  # there is but one data-parallel rank
+    try:
+        return GradientSlices(model)
+    except ConfigError as error:
+        print_rank_0(f"overlap: dense gradients are left to Megatron: {error}")
+        return None
 
 
 def _carried_out(layer: MoELayer, own: LayerSchedule, name: str, plan: PhasePlan) -> PassPlan:

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_resilient.algorithms.gradient_slices import Range, Stretch, plan_slices
+from megatron_resilient.algorithms.gradient_slices import Range, Stretch, bytes_made, plan_slices
 from megatron_resilient.comm.beside import Beside
 from megatron_resilient.errors import ConfigError, PlanError, PlanMismatchError
 from megatron_resilient.mcore.overlap.final_gradients import BELOW, lowest_layers
@@ -95,6 +95,10 @@ class GradientSlices:
         """What this rank sent before the end of the backward pass, in the last step."""
         return sum(bucket.last_sent_bytes for bucket in self._buckets)
 
+    def bytes_made(self) -> dict[int, int]:
+        """Returns the bytes that become final after each MoE layer of this rank, by its number."""
+        return bytes_made(self._stretches.values(), self._layers)
+
     def set_windows(
         self,
         in_moe: Mapping[int, int],
@@ -155,7 +159,7 @@ class GradientSlices:
                 guard = partial(_guard, me, stretch.elements)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(guard))
 
-    def window(self, layer_number: int) -> Callable[[], None] | None:
+    def window(self, layer_number: int) -> Callable[[], int] | None:
         """Returns what an MoE layer calls between dispatches and combines of its backward pass.
 
         It is to be called once in every backward pass of the layer, in any thread or on any stream
@@ -166,7 +170,7 @@ class GradientSlices:
             layer_number: of the layer.
 
         Returns:
-            None where nothing is sent: then there is nothing to call.
+            What sends the slice and returns its bytes; None where nothing is sent.
         """
         window = (_IN_MOE, layer_number)
         return partial(_enter, weakref.ref(self), window) if window in self._plan else None
@@ -181,18 +185,26 @@ class GradientSlices:
             self._replicas.in_windows = False
         self._hooks, self._plan, self._passes, self._beside = [], {}, {}, None
 
-    def enter(self, window: _Window) -> None:
+    def enter(self, window: _Window) -> int:
         """Sends the slice of a window, if it is the step's last pass through it.
+
+        Returns:
+            Its bytes.
 
         Raises:
             PlanMismatchError: there are more passes than Megatron said.
         """
         if not self._is_last(window):
-            return
+            return 0
         self._beside_dense().join()
         if self._replicas is not None and self._replicas.in_windows:
             self._replicas.send_ready()
-        _send(self._buckets, self._plan[window])
+        ranges = self._plan[window]
+        _send(self._buckets, ranges)
+        return sum(
+            (each.stop - each.start) * self._buckets[each.buffer].data.element_size()
+            for each in ranges
+        )
 
     def start_beside(self, window: _Window) -> None:
         """Starts to send the slice of a window beside dense work, if it is the last pass."""
@@ -271,10 +283,9 @@ def _overlap(one: Range, other: Range) -> bool:
 _Weak = weakref.ReferenceType["GradientSlices"]
 
 
-def _enter(slices: _Weak, window: _Window) -> None:
+def _enter(slices: _Weak, window: _Window) -> int:
     alive = slices()
-    if alive is not None:
-        alive.enter(window)
+    return 0 if alive is None else alive.enter(window)
 
 
 def _start_beside(slices: _Weak, window: _Window) -> None:

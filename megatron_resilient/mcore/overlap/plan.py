@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -125,6 +124,6 @@ class LayerOverlap:
         self.backward = backward or PassPlan()
         self.router: Router | None = None
         self.nodes: tuple[int, ...] | None = None
-        self.gradient_window: Callable[[], Any] | None = None
+        self.gradient_window: Callable[[], int] | None = None
         self.on_outcome: Callable[[str, PassReport], None] | None = None
         self.rows_DS: np.ndarray | None = None

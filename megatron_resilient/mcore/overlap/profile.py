@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.training import get_args
 
 from megatron_resilient.algorithms.cost_model import LinearCost, Profile
 from megatron_resilient.algorithms.linear_fit import fit_linear
-from megatron_resilient.comm import exchange
 from megatron_resilient.comm.device import device_of
 from megatron_resilient.comm.hierarchical import Router
 from megatron_resilient.comm.measure import Effort, Probe
 from megatron_resilient.comm.node_groups import NodeGroups, cut, read_node_map
 from megatron_resilient.comm.profiler import ExpertShape, Measured, load_or_measure
+from megatron_resilient.comm.range_sum import sum_at_owners, sum_everywhere
 from megatron_resilient.errors import ConfigError
 from megatron_resilient.mcore.overlap.units import row_flops_of, sent_rows
 
@@ -164,10 +165,17 @@ def _experts_probe(layer: MoELayer, shape: ExpertShape, sizes: Sequence[int]) ->
 
 
 def _gradients_probe(group: dist.ProcessGroup, shape: ExpertShape, sizes: Sequence[int]) -> Probe:
-    """The sum of a gradient over data-parallel ranks."""
+    """The sum of dense gradients over data-parallel ranks, as `SlicedBucket` makes it."""
+    args, ranks = get_args(), group.size()
+    dtype = torch.float32 if args.accumulate_allreduce_grads_in_fp32 else shape.dtype
+    add = sum_at_owners if args.use_distributed_optimizer else sum_everywhere
 
     def make(count: int) -> Callable[[], object]:
-        rows = _rows(shape, count, device_of(group)).float()
-        return lambda: exchange.all_reduce(rows, group)
+        elements = count * shape.hidden // ranks * ranks
+        buffer = torch.ones(elements, dtype=dtype, device=device_of(group))
+        return lambda: add(buffer, 0, elements, group, True)
 
-    return Probe(sizes, lambda count: 4.0 * count * shape.hidden, make)
+    def units(count: int) -> float:
+        return float(count * shape.hidden // ranks * ranks * dtype.itemsize)
+
+    return Probe(sizes, units, make)

@@ -8,6 +8,7 @@ from megatron_resilient.algorithms.gradient_slices import (
     ALIGNMENT,
     Range,
     Stretch,
+    bytes_made,
     plan_slices,
     remaining,
     rows_by_owner,
@@ -99,3 +100,27 @@ def test_owners_keep_what_is_in_their_shards(owners, shard, data):
     for element in range(start, stop):
         expected[element // shard] += 1
     assert rows_by_owner(start, stop, shard, owners) == expected
+
+
+@given(problems(), st.sets(st.integers(1, 5), min_size=1))
+def test_windows_can_hold_all_that_becomes_final_above_them(problem, layers):
+    """What a layer makes final is what the window below can send and its own cannot."""
+    stretches, _, _ = problem
+    made = bytes_made(stretches, layers)
+    assert sum(made.values()) == sum(
+        (each.elements.stop - each.elements.start) * each.element_bytes for each in stretches
+    )
+    for layer in layers:
+        (sent,) = plan_slices(stretches, [(layer, 10**9)])
+        size = {each.elements.buffer: each.element_bytes for each in stretches}
+        sendable = sum((r.stop - r.start) * size[r.buffer] for r in sent)
+        # A layer without a window that stands above the highest one is sent there as well.
+        above = sum(bytes_ for number, bytes_ in made.items() if number > layer)
+        own = sendable - above
+        assert 0 <= own <= (made[layer] if layer == max(layers) else 0)
+
+
+def test_layers_without_a_window_count_with_the_one_above():
+    stretches = [Stretch(Range(0, 10 * n, 10 * n + 10), 4, n) for n in (1, 2, 3, 4, 9)]
+    # 3 and 4 become final between the windows of 4 and 2; 9 before that of 4, 1 after that of 2.
+    assert bytes_made(stretches, [2, 4]) == {2: 80, 4: 120}
