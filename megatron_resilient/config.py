@@ -14,7 +14,7 @@ PREFIX = "resilient_"
 DEVICES = ("auto", "cpu", "cuda")
 GATES = ("megatron", "gshard", "sigmoid", "xmoe", "expert-choice", "soft")
 WIRE_DTYPES = ("model", "bf16", "fp8")
-OVERLAPS = ("off", "fixed")
+OVERLAPS = ("off", "fixed", "auto")
 OVERLAP_ORDERS = ("gather-first", "scatter-first", "largest-first")
 DISPATCHES = ("direct", "1d", "2d")
 
@@ -131,7 +131,8 @@ class OverlapConfig:
     overlap: str = _flag(
         "off",
         "cut the tokens of MoE layers into chunks that travel while others are computed; fixed: "
-        "into as many as --resilient-overlap-degrees says. See docs/scheduling.md",
+        "into as many as --resilient-overlap-degrees says; auto: as planned from what operations "
+        "take, measured at the start and while training. See docs/scheduling.md",
         OVERLAPS,
     )
     overlap_degrees: tuple[int, int] = _flag(
@@ -141,6 +142,15 @@ class OverlapConfig:
         "gather-first",
         "fixed: order of the AllGathers and ReduceScatters of expert tensor parallelism",
         OVERLAP_ORDERS,
+    )
+    overlap_max_degree: int = _flag(8, "auto: most chunks of a pass")
+    overlap_interval: int = _flag(
+        100, "auto: steps between two looks at whether the plan still holds"
+    )
+    overlap_profiles: str | None = _flag(
+        None,
+        "auto: folder that keeps measured costs for later jobs on the same machines; without it "
+        "each job measures them, which takes seconds",
     )
     dispatch: str = _flag(
         "direct",
@@ -156,6 +166,8 @@ class OverlapConfig:
                 f"--resilient-overlap-degrees {forward} {backward}: each must be at least 1"
             )
         object.__setattr__(self, "overlap_degrees", (forward, backward))  # a parser's list
+        _at_least("overlap_max_degree", self.overlap_max_degree, 1)
+        _at_least("overlap_interval", self.overlap_interval, 1)
 
 
 @dataclass(frozen=True)

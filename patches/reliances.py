@@ -622,6 +622,52 @@ RELIES_ON = (
         ),
     ),
     *_of(
+        "mcore/overlap/gradient_slices.py",
+        (
+            "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
+            "without overlap_grad_reduce it calls start_grad_sync once a step, and nothing else "
+            "that sends.",
+        ),
+        (
+            "core.distributed.distributed_data_parallel:DistributedDataParallel"
+            "._make_backward_post_hook",
+            "gradients are in main_grad when autograd has accumulated them.",
+        ),
+        (
+            "training.training:train_step",
+            "it runs get_num_microbatches() microbatches, and sets force_all_reduce before them.",
+        ),
+        (
+            "core.distributed.finalize_model_grads:finalize_model_grads",
+            "sums over other groups than the data-parallel one, and the division by tokens, come "
+            "after finish_grad_sync.",
+        ),
+    ),
+    *_of(
+        "mcore/overlap/sliced_bucket.py",
+        (
+            "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.check_grads",
+            "of the group it reads grad_data of its buckets, and of that the norm, nothing else.",
+        ),
+        (
+            "core.distributed.param_and_grad_buffer:shard_buffer",
+            "rank r keeps the r-th of equal shards of a bucket.",
+        ),
+    ),
+    *_of(
+        "mcore/overlap/final_gradients.py",
+        (
+            "core.models.gpt.gpt_model:GPTModel.__init__",
+            "embedding, decoder, output_layer and mtp; an output layer that shares the embedding's "
+            "weights has none of its own.",
+        ),
+        (
+            "core.transformer.transformer_block:TransformerBlock",
+            "its layers stand in `layers`, the norm after them in `final_layernorm`; layer numbers "
+            "count over all pipeline stages.",
+        ),
+    ),
+    *_of(
         "mcore/optimizer_state.py",
         (
             "core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",

@@ -51,6 +51,7 @@ class Router:
     """
 
     def __init__(self, algorithm: str, groups: NodeGroups) -> None:
+        self.algorithm, self.groups = algorithm, groups
         self.ranks = dist.get_world_size(groups.whole)
         self.rank = dist.get_rank(groups.whole)
         kinds, holders = routes.stops(algorithm, groups.nodes)

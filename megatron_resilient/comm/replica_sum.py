@@ -110,12 +110,16 @@ class RunningSum:
 
     What it sums are copies: the tensors may be changed meanwhile, and are overwritten by `finish`.
     Dropped half way it leaves nothing behind but what the exchange in flight holds.
+
+    Attributes:
+        totals_sent: whether `send_totals` has been called.
     """
 
     def __init__(
         self, plan: ReplicaSum, tensors: Sequence[torch.Tensor], scales: Sequence[float]
     ) -> None:
         self._plan = plan
+        self.totals_sent = False
         flat = [tensor.view(-1) for tensor in tensors]
         # Where a rank holds an expert twice: the sum of its tensors.
         self._twins = {first: _times(flat[first], scales[first]).clone() for first in plan.twins}
@@ -138,6 +142,7 @@ class RunningSum:
 
     def send_totals(self) -> None:
         """Waits for the peers' shards, adds them up and starts to send the sums. Collective."""
+        self.totals_sent = True
         plan, parts = self._plan, [iter(parts) for parts in self._exchange.wait()]
         for piece, ranks in plan.own.items():
             own = self._own[piece]
@@ -152,6 +157,10 @@ class RunningSum:
             send=[[self._own[piece] for piece in pieces] for pieces in plan.mine],
             receive=plan.theirs,
         )
+
+    def settle(self) -> None:
+        """Waits until what is in flight has arrived, and leaves it there for the next call."""
+        self._exchange.settle()
 
     def finish(self, tensors: Sequence[torch.Tensor]) -> None:
         """Waits for the sums and writes them over the tensors."""
@@ -191,13 +200,18 @@ class _Exchange:
         to_send = [sum(part.numel() for part in parts) for parts in send]
         self._outgoing = torch.cat([empty, *(part for parts in send for part in parts)])
         self._incoming = empty.new_empty(sum(to_receive))
-        self._work = dist.all_to_all_single(
+        self._work: dist.Work | None = dist.all_to_all_single(
             self._incoming, self._outgoing, to_receive, to_send, group=group, async_op=True
         )
 
+    def settle(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
     def wait(self) -> list[tuple[torch.Tensor, ...]]:
-        """Returns what came from each peer, part by part. Once only."""
-        self._work.wait()
+        """Returns what came from each peer, part by part."""
+        self.settle()
         incoming = self._incoming.split([sum(sizes) for sizes in self._sizes])
         return [part.split(sizes) for part, sizes in zip(incoming, self._sizes, strict=True)]
 

@@ -8,6 +8,10 @@ from megatron_resilient.config import GateConfig, OverlapConfig
 from megatron_resilient.errors import ConfigError
 from megatron_resilient.mcore.refusals import Refusal, listed, other_than, refuse
 
+_BELONGS_TO = {
+    "fixed": ("overlap_degrees", "overlap_order"),
+    "auto": ("overlap_max_degree", "overlap_interval", "overlap_profiles"),
+}
 _LATE = "gradients of weights are to come after those of inputs, and chunks need both at once"
 _REFUSED: tuple[Refusal, ...] = (
     (
@@ -60,8 +64,7 @@ def check(
         ConfigError: names the flag and what to do.
     """
     flag = asked_for(config)
-    if config.overlap == "off":
-        _check_unused(config)
+    _check_unused(config)
     if flag is None:
         return
     if not args.num_experts:
@@ -93,14 +96,15 @@ def asked_for(config: OverlapConfig) -> str | None:
 
 def _check_unused(config: OverlapConfig) -> None:
     default = OverlapConfig()
-    for name in ("overlap_degrees", "overlap_order"):
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            said = " ".join(map(str, listed(value)))
-            raise ConfigError(
-                f"--resilient-{name.replace('_', '-')} {said}: it belongs to --resilient-overlap "
-                "fixed"
-            )
+    for overlap, names in _BELONGS_TO.items():
+        for name in names if config.overlap != overlap else ():
+            value = getattr(config, name)
+            if value != getattr(default, name):
+                said = " ".join(map(str, listed(value)))
+                raise ConfigError(
+                    f"--resilient-{name.replace('_', '-')} {said}: it belongs to "
+                    f"--resilient-overlap {overlap}"
+                )
 
 
 def _check_nodes(dispatch: str) -> None:

@@ -47,6 +47,8 @@ class ReplicaGradients:
 
     Attributes:
         started_early: buckets whose sum began in the last backward pass.
+        in_windows: whether the backward pass leaves sums to `send_ready`; changed between two
+            steps only.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ReplicaGradients:
         late: bool,
     ) -> None:
         self.started_early = 0
+        self.in_windows = False
         self._inner = inner
         self._late = late
         ddp_groups = {
@@ -74,6 +77,7 @@ class ReplicaGradients:
         self._bucket_of = {i: k for k, bucket in enumerate(numbers) for i in bucket}
         self._open = [len(bucket) for bucket in numbers]  # layers that are still to come
         self._running: dict[int, RunningSum] = {}  # in the order in which they were started
+        self._ready: list[int] = []  # buckets that wait for a window
         if not late:
             for number, layer in enumerate(self._layers):
                 layer.register_forward_pre_hook(partial(_watch, weakref.ref(self), number))
@@ -86,14 +90,16 @@ class ReplicaGradients:
                 for number in range(len(self._buckets)):
                     if number not in self._running:  # its layers' inputs need no gradient
                         self._start(number)
-                self._last_started().send_totals()
+                last = self._last_started()
+                if not last.totals_sent:
+                    last.send_totals()
             self._inner(*args, **kwargs)
             if self._late:
                 for bucket in self._buckets:
                     bucket.sum_now()
             for number, running in self._running.items():
                 running.finish(self._buckets[number].gradients())
-        self._running = {}
+        self._running, self._ready = {}, []
         self._passes = [0] * len(self._passes)
         self._open = [len(bucket.layers) for bucket in self._buckets]
 
@@ -114,15 +120,30 @@ class ReplicaGradients:
         if self._passes[number] == microbatches:
             bucket = self._bucket_of[number]
             self._open[bucket] -= 1
-            if not self._open[bucket]:
+            if not self._open[bucket] and self.in_windows:
+                self._ready.append(bucket)
+            elif not self._open[bucket]:
                 with torch.no_grad():
                     self._start(bucket)
                 faults.point("replicas")
 
+    def send_ready(self) -> None:
+        """Sums the buckets that the backward pass has left. Collective; blocks until that is done.
+
+        For windows in which the links are free: in any thread, or on any stream that comes after
+        the backward pass of the layers above.
+        """
+        with torch.no_grad():
+            for number in self._ready:
+                self._start(number)
+                self._last_started().send_totals()
+                self._last_started().settle()
+        self._ready = []
+
     def _start(self, number: int) -> None:
         before = self._last_started() if self._running else None
         self._running[number] = self._buckets[number].start()
-        if before is not None:
+        if before is not None and not before.totals_sent:
             before.send_totals()
 
     def _last_started(self) -> RunningSum:

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(24
 
 
 def test_nodes_are_killed_while_layers_overlap(start, reference):
-    """Two ranks a node; one is lost in each pass, and the way by nodes is made anew each time."""
+    """A node of two ranks is lost in each pass; each time the way by nodes is made anew."""
     two_ranks = {"nproc-per-node": 2}
     job = start(
         3,

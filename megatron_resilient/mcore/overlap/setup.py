@@ -18,7 +18,7 @@ def make_overlap(config: OverlapConfig) -> LayerOverlap | None:
     """Returns the overlap of one new layer; None where Megatron's own way is to be used."""
     if asked_for(config) is None:
         return None
-    if config.overlap == "off":
+    if config.overlap != "fixed":
         return LayerOverlap()
     forward, backward = (
         PassPlan(degree, order=config.overlap_order) for degree in config.overlap_degrees

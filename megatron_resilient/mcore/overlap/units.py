@@ -9,6 +9,7 @@ from megatron_resilient.algorithms.stage_costs import BACKWARD_GEMMS
 from megatron_resilient.comm import routes
 from megatron_resilient.comm.blocks import Form
 from megatron_resilient.comm.chunked_pass import ChunkedPass, Ways
+from megatron_resilient.comm.hierarchical import Plan
 from megatron_resilient.comm.pipeline import Key
 
 
@@ -25,22 +26,12 @@ def pass_units(
         backward: which pass it was.
     """
     sent, returned = _row_bytes(one.sent_forms), _row_bytes(one.returned_forms)
-    row_flops = _row_flops(config) * (BACKWARD_GEMMS if backward else 1)
+    row_flops = row_flops_of(config) * (BACKWARD_GEMMS if backward else 1)
     if ways.tensor_group is not None:
         row_flops /= ways.tensor_group.size()
     units: dict[Key, float] = {}
     for chunk, (own, plan) in enumerate(zip(one.chunks, one.plans, strict=True)):
-        out, back = _far_rows(own.counts_RR, ways.router.rank, nodes)
-        if any(stage.kind == routes.INTER for stage in plan.stages):
-            out, back = (
-                sum(
-                    sum(rows) - rows[stage.group.rank()]
-                    for stage in plan.stages
-                    if stage.kind == routes.INTER and stage.group is not None
-                    for rows in [getattr(stage, way)]
-                )
-                for way in ("send_rows", "receive_rows")
-            )
+        out, back = sent_rows(plan, own.counts_RR, ways.router.rank, nodes)
         units["dispatch", chunk] = out * sent
         units["combine", chunk] = back * returned
         units["expert", chunk] = float(own.slot_rows_nC.sum()) * row_flops
@@ -50,8 +41,30 @@ def pass_units(
     return units
 
 
-def _far_rows(counts_RR: np.ndarray, rank: int, nodes: Sequence[int] | None) -> tuple[float, float]:
-    """Returns rows to and from other nodes; other ranks where there is but one, or none known."""
+def sent_rows(
+    plan: Plan, counts_RR: np.ndarray, rank: int, nodes: Sequence[int] | None
+) -> tuple[float, float]:
+    """Returns rows that a rank sends in a dispatch, and in the combine that goes with it.
+
+    To other nodes; to other ranks where there is but one node, or none is known. Where rows travel
+    in several hops those of the hop between nodes count, which are perhaps not the rank's own.
+
+    Args:
+        plan: of the dispatch.
+        counts_RR: rows from each rank to each.
+        rank: this one.
+        nodes: node of each rank; None: unknown.
+    """
+    hops = [stage for stage in plan.stages if stage.kind == routes.INTER and stage.group]
+    if hops:
+        out, back = (
+            sum(sum(rows) - rows[stage.group.rank()] for stage, rows in ways if stage.group)
+            for ways in (
+                [(stage, stage.send_rows) for stage in hops],
+                [(stage, stage.receive_rows) for stage in hops],
+            )
+        )
+        return out, back
     ranks = len(counts_RR)
     own = np.array(range(ranks) if nodes is None or len(set(nodes)) == 1 else nodes)
     far = own != own[rank]
@@ -62,8 +75,8 @@ def _row_bytes(forms: Sequence[Form]) -> float:
     return float(sum(form.row_bytes for form in forms))
 
 
-def _row_flops(config: Any) -> float:
-    """Floating-point operations of one token in one whole expert, forward."""
+def row_flops_of(config: Any) -> float:
+    """Returns floating-point operations of one token in one whole expert, forward."""
     width = config.moe_latent_size or config.hidden_size
     products = 3 if config.gated_linear_unit else 2
     return 2.0 * width * (config.moe_ffn_hidden_size or config.ffn_hidden_size) * products
