@@ -74,6 +74,7 @@ def test_a_pass_says_what_it_did(pools):
     for rank, told in enumerate(by_rank):
         assert told["windows"] == 3
         assert told["eval"] < 1e-6
+        assert told["another plan"] < 1e-6
         for name, degree in (("forward", 2), ("backward", 3)):
             spans, units = told[name]
             lanes = {}
@@ -104,6 +105,12 @@ def test_a_pass_says_what_it_did(pools):
         dispatched = sum(own["dispatch"] for own in totals) / out
         assert 0 < dispatched < 4 * 32 * 2
         assert sum(own["combine"] for own in totals) / back == dispatched
+
+
+def test_nodes_that_a_loss_left_unlike_go_by_1d(pools):
+    """1d has three hops, 2d two."""
+    assert pools.plugin.call(f"{PROBE}:hops_of_2d", nodes=["0", "0", "1", "1"]) == [2] * 4
+    assert pools.plugin.call(f"{PROBE}:hops_of_2d", nodes=["0", "0", "0", "1"]) == [3] * 4
 
 
 @pytest.mark.parametrize("during", ["forward", "backward"])

@@ -153,10 +153,12 @@ def _experts_differ(stock, ours):
 
 
 def report_passes():
-    """Returns what `on_outcome` is told by two layers that differ in their degrees, and the window.
+    """Returns what `on_outcome` is told by a layer with a window, and what becomes of other plans.
 
     By pass: [names of operations in their lanes' order, units by operation], for this rank.
     """
+    from megatron_resilient.mcore.overlap.plan import PassPlan
+
     with gate_probe._processes(), gate_probe._world(**WORLDS["EP2 ETP2"]):
         layer = _layer(WORLDS["EP2 ETP2"], overlap=_overlap((2,), (3, None, "scatter-first")))
         told, sent = {}, []
@@ -168,16 +170,30 @@ def report_passes():
 
         layer.overlap.on_outcome = tell
         layer.overlap.gradient_window = lambda: sent.append(1) or 12.0
-        _run(layer)
+        first = _run(layer)["output"]
         told["windows"] = len(sent)
         layer.overlap.on_outcome = layer.overlap.gradient_window = None
+        layer.overlap.forward = PassPlan(4)
         plain = _run(layer)["output"]
+        told["another plan"] = max(map(gate_probe._difference, plain, first))
         layer.eval()
         with torch.no_grad():
             generator = torch.Generator().manual_seed(dist.get_rank() + 7)
             hidden = torch.randn((TOKENS[0], 1, HIDDEN), generator=generator)
             told["eval"] = gate_probe._difference(layer(hidden)[0], plain[0])
         return told
+
+
+def hops_of_2d(nodes):
+    """Returns how many hops the way has that a run with `--resilient-dispatch 2d` takes."""
+    from megatron.core import parallel_state
+
+    from megatron_resilient.mcore.overlap import setup
+
+    with gate_probe._processes(), gate_probe._world(4):
+        group = parallel_state.get_expert_model_parallel_group()
+        router = setup._router("2d", group, nodes)
+        return len(router.plan([[1] * 4] * 4).stages)
 
 
 class ExpertError(Exception):
