@@ -164,7 +164,7 @@ class GradientSlices:
 
         It is to be called once in every backward pass of the layer, in any thread or on any stream
         that comes after the backward pass of the layers above; it returns when the slice is sent.
-        Collective over the dense data-parallel group.
+        Collective over the dense data-parallel group. To be asked for again after `set_windows`.
 
         Args:
             layer_number: of the layer.
@@ -194,7 +194,7 @@ class GradientSlices:
         Raises:
             PlanMismatchError: there are more passes than Megatron said.
         """
-        if not self._is_last(window):
+        if window not in self._plan or not self._is_last(window):  # asked for under an older plan
             return 0
         self._beside_dense().join()
         if self._replicas is not None and self._replicas.in_windows:
