@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_resilient.simulation.workload import Workload
 
 _NOTE = "Simulated from measured costs; nothing was run."
-_WIDTH_OF_FILES = 132
+_WIDTH_OF_FILES = 150
 _SHOWN_CHOICES = 12
 
 

@@ -111,16 +111,16 @@ def choose_settings(trace: Trace, policy: Policy, options: Options) -> Settings:
         )
 
     if not policy.system.pec:
-        return Settings(interval(experts), experts)
+        return Settings(interval(experts), experts, adapts=not options.interval)
     if options.k:
-        return Settings(interval(options.k), options.k, options.lost_tokens)
+        return Settings(interval(options.k), options.k, options.lost_tokens, not options.interval)
     steps = max(1, int(trace.seconds / step))
     restores = sum(1 for change in trace.changes if policy.may_restore(len(change.lost)))
     k = 1
     while True:
         enough = DynamicK(experts, k, options.lost_tokens).plan(interval(k), steps, restores)
         if enough == k:
-            return Settings(interval(k), k, options.lost_tokens)
+            return Settings(interval(k), k, options.lost_tokens, not options.interval)
         k = min(2 * k, experts)
 
 

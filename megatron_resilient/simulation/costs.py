@@ -74,7 +74,7 @@ class Costs:
     join_seconds: float = 1.49
     join_window_seconds: float = 2.0
     load_seconds_per_gib: float = 48.0
-    refill_seconds_per_gib: float = 0.86
+    refill_seconds_per_gib: float = 0.41
     stock_save: SaveCost = field(
         default_factory=lambda: SaveCost(stall_seconds_per_gib=7.3, persist_seconds_per_gib=24.7)
     )

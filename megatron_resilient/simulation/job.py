@@ -34,11 +34,14 @@ class Settings:
         interval: steps between two saves.
         k: experts of each layer in a save, at first.
         lost_tokens: share of lost tokens that K is doubled for; 0: K stays.
+        adapts: a world that is so fast, or so small, that a save takes more than the interval saves
+            as often as it can without waiting.
     """
 
     interval: int
     k: int
     lost_tokens: float = 0.0
+    adapts: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,14 @@ class Job:
         self._phase = Phase.WAITING
         self._world: World | None = None  # the last one that trained, or whose state is still there
         self._next = World(())  # the one that is being formed
+        self._in_use: frozenset[str] = frozenset()  # the nodes of `_world` while it trains
         self._gone: set[str] = set()  # of `_world`, without having given anything away
         self._alive: dict[str, None] = dict.fromkeys(trace.start)
         self._fate = Fate(False)  # of what `_gone` took
         self._ready_at = 0.0
         self._join_at: float | None = None
         self._step_seconds = 0.0
+        self._interval = settings.interval
         self._last_begun = -1  # step of the newest save
         self._into = 0.0  # seconds that the present step has taken so far
         self._stall = 0.0  # seconds that training still waits for the save that just began
@@ -129,11 +134,15 @@ class Job:
             if self._enough():
                 self._start_again()
             return
-        involved = set(self._next.nodes if self._phase is Phase.DOWN else self._nodes())
-        involved |= set(self._nodes())
-        lost, left = involved.intersection(change.lost), involved.intersection(change.left)
+        lost, left = self._involved(change.lost), self._involved(change.left)
         if lost or left:
             self._stop(lost, left)
+
+    def _involved(self, nodes: tuple[str, ...]) -> set[str]:
+        """Returns those of some nodes that train, or are waited for to do so."""
+        if self._phase is Phase.TRAINING:
+            return {node for node in nodes if node in self._in_use}
+        return {node for node in nodes if node in self._nodes() or node in self._next.nodes}
 
     def _stop(self, lost: set[str], left: set[str]) -> None:
         """Ends training, or a recovery, because nodes are gone, and starts a recovery."""
@@ -190,7 +199,7 @@ class Job:
         if self._settings.lost_tokens:
             restores = self._rollbacks + self._expert_restores
             remaining = restores * max(0.0, self._trace.seconds / self._now - 1)
-            interval = self._settings.interval
+            interval = self._interval
             self._dynamic.on_fault(lost.share, interval, self._planned_steps, remaining)
 
     def _break_step(self) -> None:
@@ -218,9 +227,14 @@ class Job:
     def _begin_training(self) -> None:
         self._world, self._gone = self._next, set()
         self._phase = Phase.TRAINING
-        self._step_seconds = self._policy.step_seconds(len(self._world.nodes))
-        in_use = set(self._world.nodes)
-        if not any(node not in in_use for node in self._alive):
+        nodes = len(self._world.nodes)
+        self._step_seconds = self._policy.step_seconds(nodes)
+        self._interval = self._settings.interval
+        if self._settings.adapts:
+            persist = self._policy.persist_seconds(self._saves.k, nodes)
+            self._interval = max(self._interval, math.ceil(persist / self._step_seconds))
+        self._in_use = frozenset(self._world.nodes)
+        if self._alive.keys() <= self._in_use:
             self._join_at = None
         elif self._join_at is None:
             self._join_at = self._now
@@ -273,7 +287,7 @@ class Job:
             if at_step or just_saved:
                 self._join()
                 return
-        interval, step = self._settings.interval, self._step_seconds
+        interval, step = self._interval, self._step_seconds
         to_save = interval - self._accounts.steps % interval
         if at_step:
             # No further than to the end of the step in which the window of arrivals closes.
@@ -305,7 +319,7 @@ class Job:
 
     def _stall_seconds(self, k: int, nodes: int) -> float:
         """Returns how long training waits: for the copy, and for the save before."""
-        every = self._settings.interval * self._step_seconds
+        every = self._interval * self._step_seconds
         behind = self._policy.persist_seconds(k, nodes) - every
         return max(self._policy.stall_seconds(k, nodes), behind)
 
@@ -313,13 +327,13 @@ class Job:
         """Takes all saves, and the steps after them, in one go but those that may still matter."""
         nodes, k = len(self._nodes()), self._saves.k
         stall = self._stall_seconds(k, nodes)
-        cycle = stall + self._settings.interval * self._step_seconds
+        cycle = stall + self._interval * self._step_seconds
         cycles = int((until - self._now) / cycle) - self._saves.remembered - 4
         if cycles <= 0:
             return
         self._accounts.stalled += cycles * stall
-        self._accounts.work(cycles * self._settings.interval, self._step_seconds)
+        self._accounts.work(cycles * self._interval, self._step_seconds)
         self._saves.skip(cycles)
         self._now += cycles * cycle
         # Two saves may be on their way; what is older is durable.
-        self._accounts.keep(self._accounts.steps - 3 * self._settings.interval)
+        self._accounts.keep(self._accounts.steps - 3 * self._interval)

@@ -11,6 +11,8 @@ from megatron_resilient.simulation.workload import Workload
 # Planned for so many ranks; more of them write their mean, which a plan comes to within 1 %
 # wherever state has as many holders as then.
 _PLANNED_RANKS = 128
+# Of a rotation of partial saves the first ones stand for all.
+_PLANNED_SAVES = 8
 # Bytes are counted in units: pieces are whole numbers, and only proportions matter.
 _UNITS = 1 << 20
 
@@ -31,7 +33,7 @@ class SaveBytes:
         return own.dense_bytes + own.moe_layers * k * own.expert_bytes
 
     def of_rank(self, k: int, nodes: int) -> float:
-        """Returns the bytes of the rank with most, in a world of so many nodes."""
+        """Returns the bytes of the rank with most, in the mean over saves."""
         ranks = max(1, nodes) * self._workload.ranks_per_node
         return self.total(k) / ranks * self._over_mean(k)
 
@@ -40,8 +42,15 @@ class SaveBytes:
         ranks = self._nodes * own.ranks_per_node
         if ranks > _PLANNED_RANKS or not self.total(k):
             return 1.0
+        saves = range(min(-(-own.experts // k), _PLANNED_SAVES))
+        each = [self._planned(ranks, k, save) for save in saves]
+        return sum(each) / len(each)
+
+    def _planned(self, ranks: int, k: int, save: int) -> float:
+        """Returns the most over the mean of the bytes that ranks write in one save."""
+        own = self._workload
         layers = len(own.loads)
-        chosen = select("sequential", 0, layers, own.experts, k)
+        chosen = select("sequential", save, layers, own.experts, k)
         unit = self.total(own.experts) / _UNITS
         expert = round(own.expert_bytes * own.moe_layers / layers / unit)
         dense = round(own.dense_bytes / unit)
