@@ -14,6 +14,9 @@ PREFIX = "resilient_"
 DEVICES = ("auto", "cpu", "cuda")
 GATES = ("megatron", "gshard", "sigmoid", "xmoe", "expert-choice", "soft")
 WIRE_DTYPES = ("model", "bf16", "fp8")
+OVERLAPS = ("off", "fixed", "auto")
+OVERLAP_ORDERS = ("gather-first", "scatter-first", "largest-first")
+DISPATCHES = ("direct", "1d", "2d")
 
 
 def _flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -119,6 +122,52 @@ class GateConfig:
         for name in ("gate_dimensions", "gate_mixtures"):
             _at_least(name, getattr(self, name), 0)
         _at_least("gate_temperature", self.gate_temperature, 0.01)
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """Communication of MoE layers beside their computation, and the way that tokens take."""
+
+    overlap: str = _flag(
+        "off",
+        "cut the tokens of MoE layers into chunks that travel while others are computed; fixed: "
+        "into as many as --resilient-overlap-degrees says; auto: as planned from what operations "
+        "take, measured at the start and while training. See docs/scheduling.md",
+        OVERLAPS,
+    )
+    overlap_degrees: tuple[int, int] = _flag(
+        (2, 2), "fixed: chunks of the forward and of the backward pass"
+    )
+    overlap_order: str = _flag(
+        "gather-first",
+        "fixed: order of the AllGathers and ReduceScatters of expert tensor parallelism",
+        OVERLAP_ORDERS,
+    )
+    overlap_max_degree: int = _flag(8, "auto: most chunks of a pass")
+    overlap_interval: int = _flag(
+        100, "auto: steps between two looks at whether the plan still holds"
+    )
+    overlap_profiles: str | None = _flag(
+        None,
+        "auto: folder that keeps measured costs for later jobs on the same machines; without it "
+        "each job measures them, which takes seconds",
+    )
+    dispatch: str = _flag(
+        "direct",
+        "way of tokens between experts' ranks; 1d, 2d: gathered inside each node, then sent "
+        "between nodes, over one of its ranks or over all",
+        DISPATCHES,
+    )
+
+    def __post_init__(self) -> None:
+        forward, backward = self.overlap_degrees
+        if forward < 1 or backward < 1:
+            raise ConfigError(
+                f"--resilient-overlap-degrees {forward} {backward}: each must be at least 1"
+            )
+        object.__setattr__(self, "overlap_degrees", (forward, backward))  # a parser's list
+        _at_least("overlap_max_degree", self.overlap_max_degree, 1)
+        _at_least("overlap_interval", self.overlap_interval, 1)
 
 
 @dataclass(frozen=True)
@@ -233,6 +282,7 @@ class ResilientConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
     gates: GateConfig = field(default_factory=GateConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -242,6 +292,7 @@ SECTIONS: dict[str, type] = {
     "device": DeviceConfig,
     "replicas": ReplicaConfig,
     "gates": GateConfig,
+    "overlap": OverlapConfig,
     "elastic": ElasticConfig,
     "checkpoint": CheckpointConfig,
     "telemetry": TelemetryConfig,
@@ -259,6 +310,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"resilient: {name}", section.__doc__)
         for item in fields(section):
             is_bool = item.type is bool
+            pair = {"nargs": 2} if item.type == tuple[int, int] else {}
             group.add_argument(
                 flag_name(item),
                 default=item.default,
@@ -266,7 +318,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 **(
                     {"action": argparse.BooleanOptionalAction}
                     if is_bool
-                    else {"type": _value_type(item), "choices": item.metadata["choices"]}
+                    else {"type": _value_type(item), "choices": item.metadata["choices"], **pair}
                 ),
             )
 
@@ -286,6 +338,8 @@ def config_from_args(args: argparse.Namespace) -> ResilientConfig:
 
 
 def _value_type(item: "Field[Any]") -> type:
+    if item.type == tuple[int, int]:
+        return int
     for candidate in (int, float, str):
         if item.type is candidate or item.type == (candidate | None):
             return candidate

@@ -441,6 +441,66 @@ RELIES_ON = (
         ),
     ),
     *_of(
+        "mcore/overlap/counts.py",
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess",
+            "of what preprocess finds it reads num_out_tokens; splits are for the communication.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+            "rank (expert-parallel r, tensor-parallel t) is r T + t of the joint group.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+            "._maybe_dtoh_and_synchronize",
+            "what is no tensor on a GPU is left alone.",
+        ),
+    ),
+    *_of(
+        "mcore/overlap/routed.py",
+        (
+            "core.transformer.moe.moe_layer:MoELayer.forward",
+            "dispatch, routed_experts_compute and combine follow each other.",
+        ),
+        (
+            "core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+            "between dispatch and combine there is nothing but the dispatcher and the experts.",
+        ),
+        (
+            "core.transformer.moe.moe_utils:permute",
+            "rows are sorted by expert, those of one expert by token.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess",
+            "rows come back in the order in which they were sorted.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess",
+            "rows are gathered from tensor-parallel ranks, then sorted by expert, rank and sender.",
+        ),
+        (
+            "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_preprocess",
+            "outputs of tensor-parallel ranks are added up in the type of probabilities.",
+        ),
+        (
+            "core.transformer.moe.experts:SequentialMLP.forward",
+            "a row's output depends on the row, its expert and its probability alone.",
+        ),
+        (
+            "core.transformer.moe.experts:TEGroupedMLP.forward",
+            "a row's output depends on the row, its expert and its probability alone.",
+        ),
+        (
+            "core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
+            "it refuses a backward pass for chosen inputs.",
+        ),
+        (
+            "core.distributed.distributed_data_parallel:DistributedDataParallel"
+            "._make_backward_post_hook",
+            "a parameter's gradient is added to main_grad where autograd accumulates it.",
+        ),
+    ),
+    *_of(
         "mcore/wire.py",
         (
             "core.tensor_parallel.mappings:_AllToAll",

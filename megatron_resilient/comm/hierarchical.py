@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilient.comm import routes
+from megatron_resilient.comm.blocks import arrange, restore
 from megatron_resilient.comm.device import device_of
 from megatron_resilient.comm.exchange import all_to_all
 from megatron_resilient.comm.node_groups import NodeGroups, across
@@ -50,6 +51,7 @@ class Router:
     """
 
     def __init__(self, algorithm: str, groups: NodeGroups) -> None:
+        self.algorithm, self.groups = algorithm, groups
         self.ranks = dist.get_world_size(groups.whole)
         self.rank = dist.get_rank(groups.whole)
         kinds, holders = routes.stops(algorithm, groups.nodes)
@@ -137,7 +139,7 @@ class Stage:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Does the hop: [sum(sizes), ...] to [sum(receive_rows), ...]. Collective over `group`."""
-        x = _arrange(x, self.sizes, self.order)
+        x = arrange(x, self.sizes, self.order)
         if self.group is None:
             return x
         return all_to_all(x, self.send_rows, self.receive_rows, self.group)
@@ -146,7 +148,7 @@ class Stage:
         """Undoes it: [sum(receive_rows), ...] to [sum(sizes), ...]. Collective over `group`."""
         if self.group is not None:
             x = all_to_all(x, self.receive_rows, self.send_rows, self.group)
-        return _restore(x, self.sizes, self.order)
+        return restore(x, self.sizes, self.order)
 
 
 @dataclass(frozen=True)
@@ -200,11 +202,11 @@ class Plan:
 
     def arrange(self, x: torch.Tensor) -> torch.Tensor:
         """Puts what the last stage brought in the order of sources."""
-        return _arrange(x, self.sizes, self.order)
+        return arrange(x, self.sizes, self.order)
 
     def restore(self, x: torch.Tensor) -> torch.Tensor:
         """Undoes `arrange`."""
-        return _restore(x, self.sizes, self.order)
+        return restore(x, self.sizes, self.order)
 
 
 class _Travel(torch.autograd.Function):
@@ -218,21 +220,6 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return ctx.back(gradient), None, None
-
-
-def _arrange(x: torch.Tensor, sizes: list[int], order: list[int]) -> torch.Tensor:
-    if all(place == i for i, place in enumerate(order)):
-        return x
-    blocks = x.split(sizes)
-    return torch.cat([blocks[place] for place in order])
-
-
-def _restore(x: torch.Tensor, sizes: list[int], order: list[int]) -> torch.Tensor:
-    if all(place == i for i, place in enumerate(order)):
-        return x
-    blocks = x.split([sizes[place] for place in order])
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat([blocks[i] for i in back])
 
 
 def gather_counts(send_rows: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.errors import ConfigError
 
 # The node of each rank of the world, by rank, with commas between.
@@ -43,6 +44,12 @@ def read_node_map(world: int, environ: Mapping[str, str] = os.environ) -> list[s
     return [str(rank // int(local)) for rank in range(world)]
 
 
+def join_node_map(nodes: Sequence[str]) -> str:
+    """Returns what `read_node_map` reads: nodes numbered in the order of their first ranks."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return ",".join(str(numbers[node]) for node in nodes)
+
+
 @dataclass(frozen=True)
 class NodeGroups:
     """A group of ranks, cut into nodes.
@@ -70,15 +77,46 @@ class NodeGroups:
             whole: the group to cut.
             node_map: the node of each of its ranks.
         """
-        nodes = cut(node_map)
         members = dist.get_process_group_ranks(whole)
-        intra, _ = dist.new_subgroups_by_enumeration(
-            [[members[rank] for rank in node] for node in nodes]
+        return cls._make(whole, [members], dict(zip(members, node_map, strict=True)))
+
+    @classmethod
+    def make_each(cls, whole: dist.ProcessGroup, node_map: Sequence[object]) -> Self:
+        """Creates the groups of every such group at once. Collective over all ranks of the world.
+
+        Args:
+            whole: the group to cut; each rank of the world gives the one that it is in.
+            node_map: the node of each rank of the world.
+        """
+        told = gather_json(dist.get_process_group_ranks(whole))
+        every = sorted({tuple(members) for members in told})
+        return cls._make(whole, every, dict(enumerate(node_map)))
+
+    @classmethod
+    def _make(
+        cls,
+        whole: dist.ProcessGroup,
+        every: Sequence[Sequence[int]],
+        node_of: Mapping[int, object],
+    ) -> Self:
+        own = dist.get_process_group_ranks(whole)
+        nodes_of_each = [cut([node_of[rank] for rank in members]) for members in every]
+        intra, inter = (
+            dist.new_subgroups_by_enumeration(
+                [
+                    [members[rank] for rank in ranks]
+                    for members, nodes in zip(every, nodes_of_each, strict=True)
+                    for ranks in cut_again(nodes)
+                ]
+            )[0]
+            for cut_again in (list, across)
         )
-        inter, _ = dist.new_subgroups_by_enumeration(
-            [[members[rank] for rank in ranks] for ranks in across(nodes)]
-        )
-        return cls(whole, nodes, intra, inter)
+        return cls(whole, cut([node_of[rank] for rank in own]), intra, inter)
+
+    @classmethod
+    def one_node(cls, whole: dist.ProcessGroup) -> Self:
+        """Takes all ranks of a group for one node; creates no group, and is not collective."""
+        return cls(whole, (tuple(range(dist.get_world_size(whole))),), whole, whole)
 
     @property
     def even(self) -> bool:

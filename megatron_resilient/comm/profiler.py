@@ -88,6 +88,7 @@ class Topology:
         devices: name of each rank's device.
         backend: of torch.distributed.
         shape: the expert, as text.
+        ways: what else the operations' times depend on, as the caller says.
     """
 
     world: int
@@ -95,9 +96,10 @@ class Topology:
     devices: tuple[str, ...]
     backend: str
     shape: str
+    ways: str = ""
 
     @classmethod
-    def of(cls, groups: NodeGroups, shape: ExpertShape) -> "Topology":
+    def of(cls, groups: NodeGroups, shape: ExpertShape, ways: str = "") -> "Topology":
         """Looks at the ranks of `groups.whole`. Collective."""
         backend = dist.get_backend(groups.whole)
         name = torch.cuda.get_device_name() if backend == "nccl" else "cpu"
@@ -107,6 +109,7 @@ class Topology:
             tuple(gather_json(name, groups.whole)),
             backend,
             f"{shape.hidden}x{shape.ffn}x{shape.products} {shape.dtype}",
+            ways,
         )
 
     @property
@@ -150,6 +153,7 @@ def load_or_measure(
     largest_bytes: int = 1 << 28,
     fresh: bool = False,
     instead: Mapping[str, Probe] | None = None,
+    ways: str = "",
 ) -> Measured:
     """Returns this topology's profile, measured now if no earlier job left it in `folder`.
 
@@ -165,8 +169,9 @@ def load_or_measure(
         largest_bytes: the largest message, where it does not take too long.
         fresh: measure even if there is one, and replace it.
         instead: probes that take the place of those of the same name.
+        ways: what else the times depend on; profiles of other ways are not used.
     """
-    topology = Topology.of(groups, shape)
+    topology = Topology.of(groups, shape, ways)
     path = None if folder is None else folder / f"profile-{topology.key}.json"
     first = dist.get_rank(groups.whole) == 0
     found = _read(path, topology) if path is not None and first and not fresh else None

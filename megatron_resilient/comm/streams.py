@@ -168,12 +168,12 @@ class CudaStreams:
 
     Args:
         device: where.
-        timed: whether spans are recorded; costs two events an operation.
+        timed: whether spans are recorded; costs two events an operation. May be set between runs.
     """
 
     def __init__(self, device: torch.device, timed: bool = True) -> None:
         self._device = device
-        self._timed = timed
+        self.timed = timed
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def run(self, schedule: Schedule, functions: Functions) -> Outcome:
@@ -206,7 +206,7 @@ class CudaStreams:
                         del results[need]
                     del result
                 with torch.cuda.stream(stream):
-                    if self._timed:
+                    if self.timed:
                         starts[key] = self._event(stream)
                     results[key] = functions[key[0]](key[1], *inputs)
                     ends[key] = self._event(stream)
@@ -238,7 +238,7 @@ class CudaStreams:
         return Outcome(results, spans)
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=self._timed)
+        event = torch.cuda.Event(enable_timing=self.timed)
         event.record(stream)
         return event
 

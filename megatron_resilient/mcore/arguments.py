@@ -14,6 +14,7 @@ from megatron_resilient.mcore import (
     elastic_arguments,
     gate_arguments,
     given_flags,
+    overlap_arguments,
     replica_arguments,
     uneven_arguments,
 )
@@ -105,6 +106,7 @@ def check(args: argparse.Namespace) -> None:
     uneven_arguments.check(args, elastic)
     replica_arguments.check(args, config.replicas)
     gate_arguments.check(args, config.gates)
+    overlap_arguments.check(args, config.overlap, config.gates, elastic)
     checkpoint_arguments.check(args, elastic)
     _check_data_files(args)
     if args.eval_interval is None and not args.full_validation:

@@ -1,17 +1,11 @@
 """Flags of gates and of the wire against Megatron's: what cannot be combined is refused by name."""
 
 import argparse
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from megatron_resilient.config import GateConfig
 from megatron_resilient.errors import ConfigError
-
-Refusal = tuple[str, Callable[[Any], bool], str]
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and value is not False
+from megatron_resilient.mcore.refusals import Refusal, is_set, listed, other_than, refuse
 
 
 def _positive(value: float | Iterable[float] | None) -> bool:
@@ -19,21 +13,17 @@ def _positive(value: float | Iterable[float] | None) -> bool:
     return any((each or 0) > 0 for each in given)
 
 
-def _other_than(*usual: Any) -> Callable[[Any], bool]:
-    return lambda value: value is not None and value not in usual
-
-
 # (attribute, is it in the way?, why)
 _OF_EVERY_GATE: tuple[Refusal, ...] = (
     ("moe_router_fusion", bool, "the fused kernel knows Megatron's formulas only"),
-    ("moe_router_num_groups", _is_set, "gates choose among all experts"),
-    ("moe_router_group_topk", _is_set, "gates choose among all experts"),
+    ("moe_router_num_groups", is_set, "gates choose among all experts"),
+    ("moe_router_group_topk", is_set, "gates choose among all experts"),
     ("moe_router_enable_expert_bias", bool, "the bias would change the gate's choice"),
-    ("moe_router_topk_scaling_factor", _is_set, "weights are those of the gate's formula"),
-    ("moe_router_score_function", _other_than("softmax"), "the gate has a formula of its own"),
+    ("moe_router_topk_scaling_factor", is_set, "weights are those of the gate's formula"),
+    ("moe_router_score_function", other_than("softmax"), "the gate has a formula of its own"),
     (
         "moe_router_load_balancing_type",
-        lambda v: any(kind in ("sinkhorn", "quantile_balancing") for kind in _listed(v)),
+        lambda v: any(kind in ("sinkhorn", "quantile_balancing") for kind in listed(v)),
         "it is a choice of its own; use aux_loss, seq_aux_loss or none",
     ),
     ("moe_enable_routing_replay", bool, "it replays choices of Megatron's router only"),
@@ -41,7 +31,7 @@ _OF_EVERY_GATE: tuple[Refusal, ...] = (
     ("use_megatron_fsdp", bool, "it knows the parameters of Megatron's router only"),
     ("use_torch_fsdp2", bool, "it knows the parameters of Megatron's router only"),
     ("init_model_with_meta_device", bool, "the gate's weights are drawn when it is built"),
-    ("cuda_graph_impl", _other_than("none"), "gates have not been tried in a graph"),
+    ("cuda_graph_impl", other_than("none"), "gates have not been tried in a graph"),
     (
         "transformer_impl",
         lambda v: v == "inference_optimized",
@@ -54,11 +44,11 @@ _OF_GSHARD: tuple[Refusal, ...] = (
 )
 _OF_LOOKAHEAD: tuple[Refusal, ...] = (
     ("moe_aux_loss_coeff", _positive, "all experts have the same load already; pass 0"),
-    ("moe_expert_capacity_factor", _is_set, "the gate itself says how much an expert gets"),
+    ("moe_expert_capacity_factor", is_set, "the gate itself says how much an expert gets"),
     ("moe_pad_expert_input_to_capacity", bool, "all experts have the same load already"),
     ("moe_router_padding_for_quantization", bool, "padding is made of tokens that were not chosen"),
     ("moe_router_force_load_balancing", bool, "all experts have the same load already"),
-    ("moe_router_force_biased", _is_set, "all experts have the same load anyway"),
+    ("moe_router_force_biased", is_set, "all experts have the same load anyway"),
     (
         "moe_token_dispatcher_type",
         lambda v: v == "flex",
@@ -66,12 +56,12 @@ _OF_LOOKAHEAD: tuple[Refusal, ...] = (
     ),
     (
         "context_parallel_size",
-        _other_than(1),
+        other_than(1),
         "a sequence cut over context-parallel ranks is not put together for the gate",
     ),
 )
 _OF_SOFT: tuple[Refusal, ...] = (
-    ("moe_z_loss_coeff", _is_set, "nothing is chosen by the logits that it would keep small"),
+    ("moe_z_loss_coeff", is_set, "nothing is chosen by the logits that it would keep small"),
     ("moe_shared_expert_overlap", bool, "the dispatcher would add tokens to mixtures"),
     (
         "overlap_moe_expert_parallel_comm",
@@ -85,8 +75,8 @@ _OF_WIRE: tuple[Refusal, ...] = (
         lambda v: v != "alltoall",
         "gradients or outputs would be added up in the narrow type; use alltoall",
     ),
-    ("cuda_graph_impl", _other_than("none"), "hooks have not been tried in a graph"),
-    ("moe_latent_size", _is_set, "what travels is narrow already and was not tried"),
+    ("cuda_graph_impl", other_than("none"), "hooks have not been tried in a graph"),
+    ("moe_latent_size", is_set, "what travels is narrow already and was not tried"),
 )
 
 
@@ -123,9 +113,9 @@ def _check_gate(args: argparse.Namespace, config: GateConfig) -> None:
     flag = f"--resilient-gate {config.gate}"
     if not args.num_experts:
         raise ConfigError(f"{flag}: the model has no experts; pass --num-experts")
-    _refuse(args, flag, _OF_EVERY_GATE)
+    refuse(args, flag, _OF_EVERY_GATE)
     if config.gate == "gshard":
-        _refuse(args, flag, _OF_GSHARD)
+        refuse(args, flag, _OF_GSHARD)
     if config.gate not in ("expert-choice", "soft"):
         return
     if not config.allow_lookahead_gates:
@@ -135,9 +125,9 @@ def _check_gate(args: argparse.Namespace, config: GateConfig) -> None:
             "what it learned; for another kind of model, or to insist, add "
             "--resilient-allow-lookahead-gates"
         )
-    _refuse(args, flag, _OF_LOOKAHEAD)
+    refuse(args, flag, _OF_LOOKAHEAD)
     if config.gate == "soft":
-        _refuse(args, flag, _OF_SOFT)
+        refuse(args, flag, _OF_SOFT)
         _check_mixtures(args, config, flag)
 
 
@@ -164,16 +154,4 @@ def _check_wire(args: argparse.Namespace, dtype: str) -> None:
         raise ConfigError(f"{flag}: tokens have two bytes already; drop one of the flags")
     if dtype == "fp8" and args.hidden_size % 2:
         raise ConfigError(f"{flag}: --hidden-size {args.hidden_size} must be even")
-    _refuse(args, flag, _OF_WIRE)
-
-
-def _refuse(args: argparse.Namespace, flag: str, refusals: tuple[Refusal, ...]) -> None:
-    for name, in_the_way, why in refusals:
-        value = getattr(args, name, None)
-        if in_the_way(value):
-            said = " ".join(map(str, _listed(value)))
-            raise ConfigError(f"--{name.replace('_', '-')} {said} with {flag}: {why}")
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    refuse(args, flag, _OF_WIRE)

@@ -22,9 +22,15 @@ from torch import nn
 from megatron_resilient.comm.transfer import Holding, plan_fetches, transfer
 from megatron_resilient.mcore.experts import slot_parameters
 from megatron_resilient.mcore.layer_hooks import LayerHooks
+from megatron_resilient.mcore.overlap.plan import LayerOverlap
 from megatron_resilient.mcore.parted_layer import PartedMoELayer
 from megatron_resilient.mcore.sharded_slots import sharded_slots
-from megatron_resilient.mcore.token_dispatcher import SlotMap, count_tokens, split_tokens, widen
+from megatron_resilient.mcore.token_dispatcher import (
+    SlotMap,
+    count_tokens,
+    split_all_tokens,
+    widen,
+)
 
 
 class ReplicatedMoELayer(PartedMoELayer):
@@ -37,6 +43,7 @@ class ReplicatedMoELayer(PartedMoELayer):
         slots_per_rank: replica slots on each expert-parallel rank.
         first_holding: logical expert of each slot, by rank of the expert-parallel group.
         hooks: PartedMoELayer's.
+        overlap: PartedMoELayer's.
 
     The other arguments are MoELayer's.
 
@@ -56,6 +63,7 @@ class ReplicatedMoELayer(PartedMoELayer):
         slots_per_rank: int,
         first_holding: Holding,
         hooks: tuple[LayerHooks, ...] = (),
+        overlap: LayerOverlap | None = None,
     ):
         """Builds the layer; the arguments that are not Megatron's stand in the class docstring."""
         pg_collection = pg_collection or get_default_pg_collection()
@@ -77,6 +85,7 @@ class ReplicatedMoELayer(PartedMoELayer):
             is_mtp_layer,
             name,
             hooks=hooks,
+            overlap=overlap,
         )
         self.logical_experts = config.num_moe_experts
         self.expert_dp_rank = pg_collection.expt_dp.rank()
@@ -100,10 +109,12 @@ class ReplicatedMoELayer(PartedMoELayer):
         """Widens the routing map, then does what MoELayer does."""
         group = self.token_dispatcher.tp_ep_group
         tokens = count_tokens(routing_map, probs, group, self.layer_number)
-        split, rank_tokens = split_tokens(tokens, self.slots, dist.get_rank(group))
+        split_DS, rank_tokens = split_all_tokens(tokens, self.slots)
+        if self.overlap is not None:
+            self.overlap.rows_DS = split_DS
         if self.training and torch.is_grad_enabled():  # each training token once
             self._rank_tokens += rank_tokens
-        routing_map, probs = widen(routing_map, probs, split, self.slots)
+        routing_map, probs = widen(routing_map, probs, split_DS[dist.get_rank(group)], self.slots)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def take_rank_tokens(self) -> list[int]:

@@ -14,6 +14,7 @@ from megatron_resilient.comm.transfer import Holding
 from megatron_resilient.config import config_from_args
 from megatron_resilient.mcore.layer_hooks import LayerHooks
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.overlap.setup import make_overlap
 from megatron_resilient.mcore.parted_layer import PartedMoELayer
 
 
@@ -38,6 +39,12 @@ def plan(loads: Sequence[Sequence[int]], ranks: int) -> list[Holding]:
     )
 
 
+def parted_layer(*args: Any, **kwargs: Any) -> PartedMoELayer:
+    """Builds an MoE layer without replicas, with an overlap of its own if the flags ask for one."""
+    overlap = make_overlap(config_from_args(get_args()).overlap)
+    return PartedMoELayer(*args, overlap=overlap, **kwargs)
+
+
 def moe_layer(
     *args: Any, hooks: tuple[LayerHooks, ...], is_mtp_layer: bool = False, **kwargs: Any
 ) -> MoELayer:
@@ -46,15 +53,17 @@ def moe_layer(
     Layers of multi-token prediction have none: they are counted apart and seldom hot.
     """
     if is_mtp_layer:
-        return PartedMoELayer(*args, is_mtp_layer=True, hooks=hooks, **kwargs)
+        return parted_layer(*args, is_mtp_layer=True, hooks=hooks, **kwargs)
+    ours = config_from_args(get_args())
     config = kwargs.get("config", args[0] if args else None)
     even = [[1] * config.num_moe_experts]
     return ReplicatedMoELayer(
         *args,
         is_mtp_layer=False,
         hooks=hooks,
+        overlap=make_overlap(ours.overlap),
         **kwargs,
-        slots_per_rank=config_from_args(get_args()).replicas.slots_per_rank,
+        slots_per_rank=ours.replicas.slots_per_rank,
         first_holding=plan(even, config.expert_model_parallel_size)[0],
     )
 

@@ -15,7 +15,7 @@ from megatron_resilient.mcore.wire import wire_hooks
 
 
 def resilient(mlp: Any) -> Any:
-    """Returns the MLP builder of a layer spec with the gate, hooks and replicas that are asked for.
+    """Returns the MLP builder of a layer spec with the gate, hooks, replicas, overlap asked for.
 
     Args:
         mlp: `spec.submodules.mlp`: a partial of MoELayer; anything else is returned as it is, and
@@ -25,8 +25,8 @@ def resilient(mlp: Any) -> Any:
         ConfigError: there are hooks, and graphs that would not call them.
     """
     from megatron_resilient.mcore.gates.build import router_builder
-    from megatron_resilient.mcore.parted_layer import PartedMoELayer
-    from megatron_resilient.mcore.replicas import moe_layer
+    from megatron_resilient.mcore.overlap_arguments import asked_for
+    from megatron_resilient.mcore.replicas import moe_layer, parted_layer
 
     if not (isinstance(mlp, partial) and mlp.func is MoELayer):
         return mlp
@@ -45,21 +45,23 @@ def resilient(mlp: Any) -> Any:
         )
     if config.replicas.slots_per_rank:
         return partial(moe_layer, *mlp.args, **options, hooks=hooks)
-    if router is not None or hooks:
-        return partial(PartedMoELayer, *mlp.args, **options, hooks=hooks)
+    if router is not None or hooks or asked_for(config.overlap):
+        return partial(parted_layer, *mlp.args, **options, hooks=hooks)
     return mlp
 
 
 def check_built(model: list[nn.Module]) -> None:
-    """Checks that all MoE layers of a new model have the gate and the hooks that are asked for.
+    """Checks that all MoE layers of a new model have the gate, hooks and overlap asked for.
 
     Raises:
         ConfigError: a layer of a class, or with a router, that this module did not choose.
     """
+    from megatron_resilient.mcore.overlap_arguments import asked_for
     from megatron_resilient.mcore.parted_layer import PartedMoELayer
 
-    config = config_from_args(get_args()).gates
-    asked = []
+    every = config_from_args(get_args())
+    config, overlap = every.gates, asked_for(every.overlap)
+    asked = [] if overlap is None else [overlap]
     if config.gate != "megatron":
         asked.append(f"--resilient-gate {config.gate}")
     if config.wire_dtype != "model":

@@ -69,10 +69,8 @@ def count_tokens(
     return table[:, :-1]
 
 
-def split_tokens(
-    tokens_DE: np.ndarray, slots: SlotMap, sender: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Decides how many of one sender's tokens go to each slot.
+def split_all_tokens(tokens_DE: np.ndarray, slots: SlotMap) -> tuple[np.ndarray, np.ndarray]:
+    """Decides how many of each sender's tokens go to each slot.
 
     Senders that share an expert-parallel rank (expert tensor parallelism) are assigned together
     and cut their common share in the order of ranks.
@@ -80,30 +78,30 @@ def split_tokens(
     Args:
         tokens_DE: tokens that each sender routes to each expert, [D, E].
         slots: where the slots are.
-        sender: this rank's row of `tokens_DE`.
 
     Returns:
-        (the sender's tokens of each slot, [S]; tokens that each rank computes, [R]).
+        (each sender's tokens of each slot, [D, S]; tokens that each rank computes, [R]).
     """
     ranks = slots.holding_RC.shape[0]
     together = tokens_DE.shape[0] // ranks
-    tokens_RE = tokens_DE.reshape(ranks, together, -1).sum(axis=1)
-    assignment = assign_tokens(tokens_RE, slots.holding_RC)
-    split_S = assignment.split[sender // together]
+    tokens_RTE = tokens_DE.reshape(ranks, together, -1)
+    assignment = assign_tokens(tokens_RTE.sum(axis=1), slots.holding_RC)
     if together == 1:
-        return split_S, assignment.rank_tokens
+        return assignment.split, assignment.rank_tokens
     # The share of expert e runs over its slots in order; senders take consecutive stretches of it.
     order = slots.by_expert_S
     experts = slots.holding_RC.reshape(-1)[order]
-    ends = np.cumsum(split_S[order])
-    first_of = np.concatenate([[0], ends])[np.searchsorted(experts, experts)]
-    before_E = tokens_DE[sender // together * together : sender].sum(axis=0)
-    start, stop = before_E[experts], (before_E + tokens_DE[sender])[experts]
-    begins = ends - split_S[order] - first_of
-    own = np.minimum(stop, ends - first_of) - np.maximum(start, begins)
-    result = np.zeros_like(split_S)
-    result[order] = np.maximum(own, 0)
-    return result, assignment.rank_tokens
+    sizes_RS = assignment.split[:, order]
+    ends_RS = np.cumsum(sizes_RS, axis=1)
+    before_RS = ends_RS - sizes_RS
+    first_RS = before_RS[:, np.searchsorted(experts, experts)]  # where the expert's share begins
+    begins, ends = (before_RS - first_RS)[:, None], (ends_RS - first_RS)[:, None]
+    stop_RTE = tokens_RTE.cumsum(axis=1)
+    start_RTE = stop_RTE - tokens_RTE
+    own = np.minimum(stop_RTE[..., experts], ends) - np.maximum(start_RTE[..., experts], begins)
+    result = np.zeros((ranks, together, order.size), dtype=np.int64)
+    result[..., order] = np.maximum(own, 0)
+    return result.reshape(tokens_DE.shape[0], -1), assignment.rank_tokens
 
 
 def widen(

@@ -31,6 +31,8 @@ from megatron_resilient.mcore.checkpointing import run as checkpoints
 from megatron_resilient.mcore.checkpointing.contents import Contents
 from megatron_resilient.mcore.checkpointing.saver import Saved
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
+from megatron_resilient.mcore.overlap import setup as overlap
+from megatron_resilient.mcore.overlap.auto import AutoOverlap
 from megatron_resilient.mcore.rebalance import Rebalancer
 from megatron_resilient.mcore.recovery import faults, rejoin, session, steps
 from megatron_resilient.mcore.recovery.progress import Progress
@@ -42,6 +44,7 @@ from megatron_resilient.patching import apply
 
 _record: RunRecord | None = None
 _replicas: "_ReplicaHooks | None" = None
+_overlap: AutoOverlap | None = None
 _load_seconds = 0.0  # of the last load, which ends before the record begins
 _load_facts: dict[str, Any] = {}  # what else is to be recorded of one of a per-expert checkpoint
 
@@ -62,12 +65,12 @@ def close(exit_code: int) -> None:
 
 def forget() -> None:
     """Drops the record without ending it: the same run goes on, or its end is written already."""
-    global _record, _replicas
+    global _record, _replicas, _overlap
     layer_hooks.set_built(False)
     checkpoints.abandon()
     if session.current() is None:
         checkpoints.close()
-    _replicas = None
+    _replicas = _overlap = None
     if _record is not None:
         _record.log.close()
         _record = None
@@ -79,7 +82,7 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     Raises:
         PatchError: ranks run different patches or upstream code.
     """
-    global _record, _replicas, _load_facts
+    global _record, _replicas, _overlap, _load_facts
     _check_same_patches()
     elastic = session.current()
     _load_facts = {}
@@ -95,10 +98,13 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
         built, rejoined = rejoin.build(elastic, original, *args, **kwargs)
     model, optimizer, scheduler = built
     specs.check_built(model)
+    overlap.connect(model, config_from_args(get_args()).overlap)
     layer_hooks.set_built(True)
     uneven.attach(model)
     _record = RunRecord.start(model, elastic.world if elastic else None)
     _replicas = _ReplicaHooks.attach(model, optimizer, rejoined)
+    if optimizer is not None:
+        _overlap = AutoOverlap.attach(model, config_from_args(get_args()).overlap)
     if _replicas is not None:
         _record.replicated = _replicas.layers
         _record.placed()
@@ -121,6 +127,8 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
     """Runs one training step and records it, unless it ends training before the optimizer steps."""
     start = time.perf_counter()
     elastic, replayed = session.current(), None
+    if _overlap is not None:
+        _overlap.before_step()
     if elastic is not None:
         inner = partial(uneven.train_step, original)
         result, replayed = steps.train_step(elastic, inner, *args, **kwargs)
@@ -135,7 +143,11 @@ def train_step(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tup
         optimizer = args[3] if len(args) > 3 else kwargs["optimizer"]
         _record.after_step(seconds, result, _learning_rate(optimizer), replayed is not None)
         if _replicas is not None and replayed is None:
-            _replicas.after_step(_record, seconds)
+            moved = _replicas.after_step(_record, seconds)
+            if moved and _overlap is not None:
+                _overlap.soon()
+        if _overlap is not None:
+            _overlap.after_step(_record.write if _record.speaks_for_stage else None)
         if elastic is not None:
             steps.recorded(elastic, _record, _replicas.rebalancer.loads if _replicas else {})
     return result
@@ -282,12 +294,14 @@ class _ReplicaHooks:
             rebalancer.adopt(saved or [layer.holding for layer in layers])
         return cls(layers, rebalancer, config.check_replicas_interval)
 
-    def after_step(self, record: RunRecord, seconds: float) -> None:
+    def after_step(self, record: RunRecord, seconds: float) -> bool:
+        """Rebalances if it is time; returns whether experts were moved."""
         move = self.rebalancer.after_step(record.step, seconds)
         if move is not None:
             record.rebalanced(move)
         if self.check_interval and record.step % self.check_interval == 0:
             check_replicas(self.layers)
+        return move is not None
 
 
 def _iteration_folder(folder: str, iteration: int) -> str:

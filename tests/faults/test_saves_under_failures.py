@@ -72,7 +72,8 @@ def test_everything_is_killed_in_a_save(start, reference, tmp_path, phase):
     assert job.samples() == plain.samples()
     recovery = job.recoveries[0]  # the second node may join a little later
     assert recovery["source"] == "checkpoint"
-    assert recovery["step"] - 1 in ((4, 8) if phase in ("written", "saved") else (4,))
+    # From when a rank has its copy, the save may be there: it is written beside training.
+    assert recovery["step"] - 1 in ((4,) if phase == "save" else (4, 8))
     assert_whole(tmp_path / "save")
 
 

@@ -224,14 +224,14 @@ def _processes():
 
 
 @contextlib.contextmanager
-def _world(ep, tp=1):
+def _world(ep, tp=1, etp=1):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=etp,
     )
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     try:
@@ -240,7 +240,7 @@ def _world(ep, tp=1):
         parallel_state.destroy_model_parallel()
 
 
-def _config(ep, tp, dispatcher):
+def _config(ep, tp, dispatcher, etp=1, **changes):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -251,7 +251,7 @@ def _config(ep, tp, dispatcher):
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=etp,
         moe_router_topk=TOPK,
         moe_token_dispatcher_type=dispatcher,
         moe_router_load_balancing_type="none",
@@ -259,6 +259,7 @@ def _config(ep, tp, dispatcher):
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         moe_ffn_hidden_size=FFN,
+        **changes,
     )
 
 

@@ -233,9 +233,9 @@ def compare_layers(seed, tokens, topk=2, first_slot_only=False, dispatcher="allt
     replicated = _layer(
         ReplicatedMoELayer, config, seed, slots_per_rank=slots, first_holding=holding
     )
-    original = moe_layer.split_tokens
+    original = moe_layer.split_all_tokens
     if first_slot_only:
-        moe_layer.split_tokens = _everything_to_first_slots
+        moe_layer.split_all_tokens = _everything_to_first_slots
     try:
         shape = (tokens, 1, config.hidden_size)
         generator = torch.Generator().manual_seed(seed * 100 + rank)
@@ -251,7 +251,7 @@ def compare_layers(seed, tokens, topk=2, first_slot_only=False, dispatcher="allt
             output.backward(upstream)
             results.append((output.detach(), own.grad, layer.router.weight.grad))
     finally:
-        moe_layer.split_tokens = original
+        moe_layer.split_all_tokens = original
     differences = {
         name: _difference(a, b)
         for name, a, b in zip(
@@ -385,11 +385,11 @@ def _random_holding(random, ranks, slots, experts):
             return [[int(e) for e in own] for own in holding]
 
 
-def _everything_to_first_slots(tokens, slots, sender):
+def _everything_to_first_slots(tokens, slots):
     flat = slots.holding_RC.reshape(-1)
-    split = np.zeros_like(flat)
+    split = np.zeros((len(tokens), flat.size), dtype=np.int64)
     for expert in range(tokens.shape[1]):
-        split[int((flat == expert).argmax())] = tokens[sender, expert]
+        split[:, int((flat == expert).argmax())] = tokens[:, expert]
     return split, np.zeros(len(slots.holding_RC), dtype=np.int64)
 
 

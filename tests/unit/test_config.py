@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resilient import config
+from megatron_resilient.algorithms.stream_model import ORDERS
+from megatron_resilient.comm import routes
 from megatron_resilient.config import ResilientConfig, add_flags, config_from_args, flag_name
 from megatron_resilient.errors import ConfigError
 
@@ -29,6 +31,10 @@ FLAGS = {
     "--resilient-gate-mixtures": (int, 0),
     "--resilient-allow-lookahead-gates": (None, False),
     "--resilient-wire-dtype": (str, "model"),
+    "--resilient-overlap": (str, "off"),
+    "--resilient-overlap-degrees": (int, (2, 2)),
+    "--resilient-overlap-order": (str, "gather-first"),
+    "--resilient-dispatch": (str, "direct"),
     "--resilient-min-nodes": (int, 0),
     "--resilient-require-exact": (None, False),
     "--resilient-mirror": (None, True),
@@ -47,7 +53,8 @@ FLAGS = {
     "--resilient-run-dir": (str, None),
     "--resilient-expert-load-interval": (int, 10),
 }
-NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind in (int, float)]
+PAIRS = [flag for flag, (_, default) in FLAGS.items() if isinstance(default, tuple)]
+NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind in (int, float) and flag not in PAIRS]
 LEAST = {
     "--resilient-min-replicas": 1,
     "--resilient-gate-temperature": 0.01,
@@ -107,7 +114,9 @@ def test_each_flag_reaches_its_own_field():
                 switched = not field.default
                 changed = parse(flag if switched else flag.replace("--", "--no-", 1))
             else:
-                switched, changed = kind(value), parse(flag, value)
+                switched, changed = kind(value), parse(flag, *[value] * (1 + (flag in PAIRS)))
+                if flag in PAIRS:
+                    switched = (switched, switched)
             expected = dataclasses.replace(section(), **{field.name: switched})
             assert changed == dataclasses.replace(ResilientConfig(), **{name: expected})
 
@@ -132,6 +141,19 @@ def test_a_number_below_the_least_is_refused_by_name(flag, below):
     with pytest.raises(ConfigError, match=f"^{flag} {value}: must be at least {least}$"):
         parse(f"{flag}={value}")
     assert isinstance(parse(flag, str(least)), ResilientConfig)
+
+
+def test_degrees_are_two_and_positive():
+    assert parse("--resilient-overlap-degrees", "3", "1").overlap.overlap_degrees == (3, 1)
+    with pytest.raises(ConfigError, match="--resilient-overlap-degrees 3 0: each must be"):
+        parse("--resilient-overlap-degrees", "3", "0")
+    with pytest.raises(argparse.ArgumentError, match="expected 2 arguments"):
+        parse("--resilient-overlap-degrees", "3")
+
+
+def test_choices_are_those_of_the_code_behind():
+    assert config.OVERLAP_ORDERS == ORDERS
+    assert config.DISPATCHES == routes.ALGORITHMS
 
 
 def test_not_a_number_is_below_everything():

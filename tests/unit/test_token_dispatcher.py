@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from megatron_resilient.mcore import experts as slots_of_experts
-from megatron_resilient.mcore.token_dispatcher import SlotMap, split_tokens, widen
+from megatron_resilient.mcore.token_dispatcher import SlotMap, split_all_tokens, widen
 
 
 @st.composite
@@ -39,7 +39,8 @@ def test_every_pair_goes_to_one_slot_of_its_expert(routing):
     counts = np.stack([routing_map.sum(dim=0).numpy() for routing_map in maps])
     expert_of_slot = torch.from_numpy(slots.holding_RC.reshape(-1))
     for sender, routing_map in enumerate(maps):
-        split, rank_tokens = split_tokens(counts, slots, sender)
+        splits, rank_tokens = split_all_tokens(counts, slots)
+        split = splits[sender]
         assert rank_tokens.sum() == counts.sum()
         probs = (torch.rand(routing_map.shape) * routing_map).requires_grad_()
         wide_map, wide_probs = widen(routing_map, probs, split, slots)
@@ -64,8 +65,8 @@ def test_senders_of_one_rank_together_fill_its_share(routing):
     together = len(maps) // ranks
     alone = counts.reshape(ranks, together, -1).sum(axis=1)
     for rank in range(ranks):
-        parts = [split_tokens(counts, slots, rank * together + i)[0] for i in range(together)]
-        assert np.array_equal(sum(parts), split_tokens(alone, slots, rank)[0])
+        parts = [split_all_tokens(counts, slots)[0][rank * together + i] for i in range(together)]
+        assert np.array_equal(sum(parts), split_all_tokens(alone, slots)[0][rank])
 
 
 class Grouped(torch.nn.Module):

@@ -56,11 +56,6 @@ class Recipe:
             set(own) == set(arrays[key].kinds) for key, own in self.persist.items()
         )
 
-    @property
-    def most_files(self) -> int:
-        """No rank writes more files than so many."""
-        return max(map(len, self.units)) * (2 if self.apart else 1)
-
     def files(self, rank: int, folder: str) -> Files:
         """Returns (path, contents) of what a rank writes.
 

@@ -5,19 +5,22 @@ A save goes through these stages, the same on every rank and in the order of sav
 1. `save`: one all-reduce, and what a forward pass changes is copied.
 2. A thread finds out what this rank writes, copies it into host memory, and hands it to the worker.
 3. `before_update`: the thread is waited for, because the optimizer changes what it reads.
-4. The worker writes the copy into files. Between two steps `poll` asks all ranks whether they are
-   done: one small all-reduce, beside the next step, and only while a save is on its way.
-5. Rank 0 writes the manifest, and with it the save is there.
+4. The worker writes the copy into files. A second thread waits for it and tells rank 0 what was
+   written; that of rank 0 writes the manifest when all have told, and with it the save is there. No
+   rank's training waits, and no step has to end for it.
+5. Between two steps `poll` asks all ranks whether they are done: one small all-reduce, beside the
+   next step, and only while a save is on its way.
 
 Where a rank fails all of them hear of it in `poll`, and training goes on to the next save.
 """
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +33,9 @@ from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint import gc
 from megatron_resilient.checkpoint.buffers import Buffer
 from megatron_resilient.checkpoint.manifest import DataFile, Manifest, Stretch
+from megatron_resilient.checkpoint.records import take_records, write_record
 from megatron_resilient.checkpoint.snapshot import Snapshot
-from megatron_resilient.checkpoint.writer import FileJob, WriteFailed, WrittenFile
+from megatron_resilient.checkpoint.writer import FileJob, WriteFailed
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import CheckpointConfig
 from megatron_resilient.errors import CheckpointError
@@ -65,10 +69,9 @@ class Save:
         files: that this rank writes.
         buffer: with the copy; None until it is begun.
         job: number of the worker's job; None until it has one.
-        written: what this rank's worker wrote; None until then.
-        told: of every rank and file size and digest, as bytes; None until all have written.
-        bytes: written by all ranks.
-        manifest: rank 0's writing of the manifest.
+        bytes: written by this rank; in the end by all.
+        commit: what waits for the worker and, on rank 0, for the manifest; None until it has a job.
+        cancelled: set when the commit has to end, because the save is given up.
         failed: why this rank cannot go on with it.
         stall_seconds: how long training waited for it on this rank.
         seconds: from its beginning until its manifest was durable; 0 until rank 0 has written that.
@@ -82,10 +85,9 @@ class Save:
     files: Files = ()
     buffer: Buffer | None = None
     job: int | None = None
-    written: tuple[WrittenFile, ...] | None = None
-    told: list[bytes] | None = None
     bytes: int = 0
-    manifest: "Future[None] | None" = None
+    commit: "Future[None] | None" = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
     failed: str | None = None
     stall_seconds: float = 0.0
     seconds: float = 0.0
@@ -144,7 +146,7 @@ class Saver:
         self._cost: tuple[float, float] | None = None  # of a save: until durable, and its stall
         self._begun = 0.0
         self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
-        self._manifests = ThreadPoolExecutor(1, "checkpoint-manifest")
+        self._commits = ThreadPoolExecutor(1, "checkpoint-commit")
 
     def save(
         self, step: int, progress: dict[str, Any], loads: Mapping[int, torch.Tensor]
@@ -166,7 +168,9 @@ class Saver:
         while len(self._pending) >= _MOST_PENDING:
             ended += self._wait()
         now = self._contents.signature()
-        nonce, tokens, has_changed = self._agree(loads, now != self._layout_of)
+        told = self._tell(loads, now != self._layout_of)
+        moving = self._contents.moving()
+        nonce, tokens, has_changed = self._agreed(*told)
         if has_changed:
             self._layout, self._layout_of = Layout.gather(self._contents), now
             self._recipes.clear()
@@ -179,9 +183,7 @@ class Saver:
         self._pending.append(save)
         storage.saves += 1
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        copied = self._copies.submit(
-            self._copy, save, layout, selection, self._contents.moving(), stream
-        )
+        copied = self._copies.submit(self._copy, save, layout, selection, moving, stream)
         self._copying = save, copied
         save.stall_seconds = time.perf_counter() - begun
         return ended
@@ -235,9 +237,16 @@ class Saver:
         The answer is looked at a step later, when it has long been there: the ranks of a step are
         never quite together, and a sum that is waited for has each wait for the last.
         """
-        self._advance(save)
-        size = sum(file.bytes for file in save.written or ())
-        own = [int(self._is_done(save)), int(save.failed is not None), size]
+        if save.job is None and save.failed is None:
+            self._hand_over(save)
+        is_done = save.commit is not None and save.commit.done()
+        if is_done and save.commit is not None:
+            error = save.commit.exception()
+            if isinstance(error, CheckpointError):
+                save.failed = str(error)
+            elif error is not None:
+                raise error
+        own = [int(is_done), int(save.failed is not None), save.bytes]
         times = [save.seconds, save.stall_seconds]
         own += [round(1e6 * each) for each in times] + self._measured.told()
         flags = torch.tensor(own, device=torch.cuda.current_device())
@@ -254,10 +263,7 @@ class Saver:
             return self._fail(save)
         if done < dist.get_world_size():
             return None
-        if save.told is None:
-            save.bytes = size
-            self._write_manifest(save)
-            return None
+        save.bytes = size
         save.seconds = seconds / 1e6  # as rank 0 says, and nobody else
         self._cost = save.seconds, stall / 1e6 / dist.get_world_size()
         return self._complete(save)
@@ -276,10 +282,12 @@ class Saver:
         """
         self.before_update()
         for save in self._pending:
+            save.cancelled.set()
+        self._copies.shutdown(wait=True)
+        self._commits.shutdown(wait=True)
+        for save in self._pending:
             self._storage.give_up(save.step, save.buffer, save.job)
         self._pending.clear()
-        self._copies.shutdown(wait=True)
-        self._manifests.shutdown(wait=True)
 
     def _wait(self) -> list[Saved]:
         self.before_update()
@@ -292,13 +300,11 @@ class Saver:
     def _masters(self) -> Masters:
         return "all" if self._config.checkpoint_masters == "all" else "selected"
 
-    def _agree(
+    def _tell(
         self, loads: Mapping[int, torch.Tensor], has_changed: bool
-    ) -> tuple[str, dict[int, list[int]], bool]:
-        """Returns a nonce, the loads of all ranks, and whether any has changed. One all-reduce."""
-        args = get_args()
-        experts = args.num_experts or 0
-        layers = args.num_layers + (args.mtp_num_layers or 0)
+    ) -> "tuple[dist.Work | None, torch.Tensor]":
+        """Begins to tell all ranks what this one has routed, and whether its experts have moved."""
+        layers, experts = _shape()
         device = torch.cuda.current_device()
         told = torch.zeros(2 + layers * experts, dtype=torch.int64, device=device)
         told[0] = int(has_changed)
@@ -306,7 +312,15 @@ class Saver:
             told[1] = secrets.randbits(48)
         for layer, tokens in loads.items():
             told[2:].view(layers, experts)[layer - 1] = tokens
-        dist.all_reduce(told)
+        return dist.all_reduce(told, async_op=True), told
+
+    def _agreed(
+        self, telling: "dist.Work | None", told: torch.Tensor
+    ) -> tuple[str, dict[int, list[int]], bool]:
+        """Returns a nonce, the loads of all ranks, and whether any has changed."""
+        if telling is not None:
+            telling.wait()
+        layers, experts = _shape()
         changed, nonce, *counts = told.tolist()
         tokens = {
             layer + 1: counts[layer * experts : (layer + 1) * experts] for layer in range(layers)
@@ -367,8 +381,7 @@ class Saver:
         if rank == 0:
             placement = {str(number): holding for number, holding in layout.placement.items()}
             save.plain |= {**self._contents.values(), "placement": placement}
-        if files:
-            places.create_save(storage.directory, save.step, save.folder.rpartition(".")[2])
+        places.create_save(storage.directory, save.step, save.folder.rpartition(".")[2])
         own = merged(self._contents.stepped(), moving)
         items = [(stretch, _view(own, stretch)) for stretch in stretches]
         buffer = storage.begin(save.step, [(each, recipe.dtype(each)) for each in stretches])
@@ -401,59 +414,40 @@ class Saver:
         jobs = (
             FileJob(path, tuple(next(entries) for _ in stretches)) for path, stretches in save.files
         )
+        # What became of the saves before it is known by now.
+        save.plain["tokens"]["persist"] = self._storage.ledger.persist_marks(save.step)
         save.job = self._storage.write(save.buffer, tuple(jobs))
+        save.commit = self._commits.submit(self._commit, save)
 
-    def _advance(self, save: Save) -> None:
-        """Gives the oldest save to the worker, or hears what came of it. Local."""
-        if save.failed is not None or save.written is not None:
-            return
-        if save.job is None:
-            self._hand_over(save)
-        if save.job is None:
-            return
-        result = self._storage.result(save.job)
+    def _commit(self, save: Save) -> None:
+        """Waits for the worker, tells rank 0, and has rank 0 write the manifest; in a thread.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        assert save.job is not None
+        while (result := self._storage.result(save.job)) is None:
+            if save.cancelled.wait(_POLL_SECONDS):
+                return
         if isinstance(result, WriteFailed):
-            save.failed = str(result)
-        elif result is not None:
-            save.written = result.files
-
-    def _is_done(self, save: Save) -> bool:
-        if save.told is None:
-            return save.written is not None
-        if save.manifest is None or not save.manifest.done():
-            return save.manifest is None
-        error = save.manifest.exception()
-        if isinstance(error, CheckpointError):
-            save.failed = str(error)
-        elif error is not None:
-            raise error
-        return True
-
-    def _write_manifest(self, save: Save) -> None:
-        """Has rank 0 write the manifest; it knows all but sizes and digests. Collective."""
-        faults.point("written", save.step)
-        assert save.recipe is not None
-        assert save.written is not None
-        device = torch.cuda.current_device()
+            raise CheckpointError(str(result))
+        save.bytes = sum(file.bytes for file in result.files)
+        rank = dist.get_rank()
+        folder = self._storage.directory / save.folder
         text = b"".join(
             each.bytes.to_bytes(_SIZE_BYTES, "little") + bytes.fromhex(each.sha256)
-            for each in save.written
+            for each in result.files
         )
-        padded = text.ljust(save.recipe.most_files * (_SIZE_BYTES + _DIGEST_BYTES), b"\0")
-        own = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own)
-        save.told = []
-        if dist.get_rank() == 0:
-            save.told = [bytes(each.cpu().numpy()) for each in gathered]
-            # What became of the saves before it is known only now.
-            save.plain["tokens"]["persist"] = self._storage.ledger.persist_marks(save.step)
-            save.manifest = self._manifests.submit(self._finish_on_storage, save)
+        write_record(folder, rank, text)
+        told = take_records(folder, dist.get_world_size(), save.cancelled) if rank == 0 else None
+        faults.point("written", save.step)
+        if told is not None:
+            self._write_manifest(save, told)
 
-    def _finish_on_storage(self, save: Save) -> None:
+    def _write_manifest(self, save: Save, told: list[bytes]) -> None:
         storage, recipe = self._storage, save.recipe
         assert recipe is not None
-        files = _all_files(save)
+        files = _all_files(recipe, save, told)
         kept: Iterable[DataFile] = ()
         if not recipe.is_exact:
             assert storage.base is not None
@@ -496,6 +490,7 @@ class Saver:
         told = gather_json(save.failed)
         why = next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
         self._pending.remove(save)
+        save.cancelled.set()
         self._storage.give_up(save.step, save.buffer, save.job)
         return self._ended(save, why, 0)
 
@@ -503,6 +498,12 @@ class Saver:
         path = str(places.manifest_path(self._storage.directory, save.step))
         seconds = time.perf_counter() - save.begun if failed else save.seconds
         return Saved(save.step, failed, path, seconds, save.stall_seconds, size)
+
+
+def _shape() -> tuple[int, int]:
+    """Returns how many layers there are, and experts of one."""
+    args = get_args()
+    return args.num_layers + (args.mtp_num_layers or 0), args.num_experts or 0
 
 
 def _view(own: Arrays, stretch: Stretch) -> torch.Tensor:
@@ -514,16 +515,14 @@ def _view(own: Arrays, stretch: Stretch) -> torch.Tensor:
     raise AssertionError(f"{stretch} is not here, as it was when the layout was made")
 
 
-def _all_files(save: Save) -> list[DataFile]:
+def _all_files(recipe: Recipe, save: Save, told: list[bytes]) -> list[DataFile]:
     """Returns what all ranks wrote, from the recipe and what they told."""
-    assert save.recipe is not None
-    assert save.told is not None
     found = []
-    for rank, told in enumerate(save.told):
-        for number, (path, stretches) in enumerate(save.recipe.files(rank, save.folder)):
+    for rank, record in enumerate(told):
+        for number, (path, stretches) in enumerate(recipe.files(rank, save.folder)):
             start = number * (_SIZE_BYTES + _DIGEST_BYTES)
             digest = start + _SIZE_BYTES
-            size = int.from_bytes(told[start:digest], "little")
-            sha256 = told[digest : digest + _DIGEST_BYTES].hex()
+            size = int.from_bytes(record[start:digest], "little")
+            sha256 = record[digest : digest + _DIGEST_BYTES].hex()
             found.append(DataFile(path, save.step, size, sha256, stretches))
     return found

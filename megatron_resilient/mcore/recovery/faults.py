@@ -25,7 +25,7 @@ def at_step(step: int) -> None:
 
 
 def point(phase: str, step: int | None = None) -> None:
-    """Says that the main thread is here; see `elastic.faults.PHASES`.
+    """Says that this process is here; see `elastic.faults.PHASES`.
 
     Args:
         phase: of what it does.

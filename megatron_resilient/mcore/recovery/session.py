@@ -12,6 +12,7 @@ from megatron.training import get_args
 from torch.distributed import distributed_c10d
 
 from megatron_resilient import error_report, plugin
+from megatron_resilient.comm.node_groups import NODE_MAP, join_node_map
 from megatron_resilient.config import config_from_args
 from megatron_resilient.elastic import fenced_groups, fenced_wait
 from megatron_resilient.elastic.faults import FaultInjector, parse_faults
@@ -151,6 +152,8 @@ class Session:
             # torch's rendezvous is then a client of the coordinator's store.
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
+        # Seats follow what processes hold, so that nodes need not have neighbouring ranks.
+        os.environ[NODE_MAP] = join_node_map([each.node for each in self.world.seats])
         return self.world
 
     def begin(self, built: tuple[list[torch.nn.Module], Any, Any], rejoined: Any) -> None:

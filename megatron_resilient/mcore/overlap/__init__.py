@@ -1,0 +1,1 @@
+"""Overlap schedules carried out inside Megatron's MoE layer."""
