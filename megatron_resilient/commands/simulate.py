@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -126,7 +127,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
     costs = parser.add_argument_group("costs")
-    costs.add_argument("--calibration", metavar="FILE", help="measured costs, JSON")
+    costs.add_argument(
+        "--calibration",
+        metavar="PATH",
+        help="measured costs: a JSON file, or the folder of a run of ours",
+    )
     costs.add_argument(
         "--step-seconds",
         type=_above(0),
@@ -206,9 +211,13 @@ def _costs(args: argparse.Namespace) -> "Costs":
     from dataclasses import replace
 
     from megatron_resilient.errors import ConfigError
+    from megatron_resilient.simulation.calibration import costs_of_run
     from megatron_resilient.simulation.costs import Costs, read_costs
 
-    costs = read_costs(args.calibration) if args.calibration else Costs()
+    costs = Costs()
+    if args.calibration:
+        is_run = Path(args.calibration).is_dir()
+        costs = costs_of_run(args.calibration) if is_run else read_costs(args.calibration)
     if args.step_seconds:
         costs = replace(costs, step_seconds=args.step_seconds)
     if bool(args.profile) != bool(args.layers):

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_resilient.errors import ConfigError
 
 GIB = float(1 << 30)
@@ -61,6 +63,8 @@ class Costs:
             gets.
         stock_save: a save of Megatron's, asynchronous.
         our_save: a save by expert.
+        relative_steps: measured: {nodes: time of a step with even loads, over that on all nodes};
+            between two sizes a straight line. Empty: by the batch (`Workload.relative_step`).
         source: where they are from, for people.
     """
 
@@ -86,6 +90,7 @@ class Costs:
             persist_seconds_per_gib=37.0,
         )
     )
+    relative_steps: Mapping[str, float] = field(default_factory=dict)
     source: str = "benchmarks of this repository: two cores, models of some megabytes"
 
     def __post_init__(self) -> None:
@@ -96,6 +101,21 @@ class Costs:
             raise ConfigError(
                 "step_seconds and overlap_speedup must be above 0, expert_share at most 1"
             )
+
+        for nodes, relative in self.relative_steps.items():
+            if not (nodes.isdecimal() and int(nodes) >= 1 and relative > 0):
+                raise ConfigError(
+                    f"relative_steps has {nodes!r}: {relative}: expected a number of nodes, and a "
+                    "number above 0"
+                )
+
+    def relative_step(self, nodes: int) -> float | None:
+        """Returns how long a step takes on so many nodes, if that was measured."""
+        if not self.relative_steps:
+            return None
+        known = sorted((int(size), value) for size, value in self.relative_steps.items())
+        sizes, values = [size for size, _ in known], [value for _, value in known]
+        return float(np.interp(nodes, sizes, values))
 
     def to_plain(self) -> dict[str, Any]:
         """Returns them as a calibration file has them."""
@@ -137,10 +157,16 @@ def _known(document: Any, kind: type[Costs] | type[SaveCost], where: str) -> dic
     for name, value in document.items():
         if name not in names:
             raise ConfigError(f"{where}: {name!r} is not one of {', '.join(names)}")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number or name in ("stock_save", "our_save", "source")):
+        if name == "relative_steps":
+            if not (isinstance(value, Mapping) and all(map(_is_number, value.values()))):
+                raise ConfigError(f"{where}: {name} must be an object of numbers by nodes")
+        elif not (_is_number(value) or name in ("stock_save", "our_save", "source")):
             raise ConfigError(f"{where}: {name} is {json.dumps(value)}: it must be a number")
     return dict(document)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _numbers(costs: Costs) -> list[tuple[str, float]]:

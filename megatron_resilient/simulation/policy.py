@@ -121,8 +121,9 @@ class Policy:
         if self.system.overlap:
             moe /= costs.overlap_speedup
         overhead = 1 + costs.resilience_overhead if self.system.is_ours else 1.0
-        own = costs.step_seconds * self.workload.relative_step(nodes)
-        return own * (1 - share + moe) * overhead
+        measured = costs.relative_step(nodes)
+        relative = self.workload.relative_step(nodes) if measured is None else measured
+        return costs.step_seconds * relative * (1 - share + moe) * overhead
 
     @property
     def undisturbed_step_seconds(self) -> float:

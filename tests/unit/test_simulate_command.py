@@ -12,6 +12,7 @@ import pytest
 from megatron_resilient import cli
 from megatron_resilient.simulation.costs import Costs, read_costs
 from megatron_resilient.simulation.trace_files import read_trace
+from megatron_resilient.telemetry import EventLog
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "simulation.md").read_text(encoding="utf-8")
@@ -114,6 +115,16 @@ def test_loads_and_schedules_are_read(tmp_path, capsys):
     assert found["costs"]["overlap_speedup"] > 1.5
     assert simulate(*common, "--profile", str(profile)) == 2
     assert "--profile and --layers" in capsys.readouterr().err
+
+
+def test_a_run_is_a_calibration(tmp_path, capsys):
+    with EventLog(tmp_path, rank=0) as log:
+        log.emit("run_start", world_size=8)
+        for step in range(1, 9):
+            log.emit("step", step, loss={"lm loss": 1.0}, tokens=8, seconds=0.5)
+    found = document(capsys, *QUICK, "--system", "ours", "--calibration", str(tmp_path))
+    assert found["costs"]["step_seconds"] == 0.5
+    assert found["costs"]["source"] == f"the run in {tmp_path}"
 
 
 def test_tables_say_that_they_are_simulated(capsys):

@@ -10,7 +10,8 @@ from megatron_resilient.algorithms.cost_model import LinearCost, Profile
 from megatron_resilient.algorithms.lost_tokens import DynamicK, expected_share
 from megatron_resilient.algorithms.rank_plan import plan_layers
 from megatron_resilient.algorithms.stage_costs import LayerWork
-from megatron_resilient.errors import ConfigError, PlanError
+from megatron_resilient.errors import ConfigError, PlanError, TelemetryError
+from megatron_resilient.simulation.calibration import costs_of_run
 from megatron_resilient.simulation.compare import Options, choose_settings, planned_overlap
 from megatron_resilient.simulation.costs import GIB, Costs, SaveCost, read_costs, write_costs
 from megatron_resilient.simulation.failures import draw_failures
@@ -19,6 +20,7 @@ from megatron_resilient.simulation.policy import Fate, Policy, World
 from megatron_resilient.simulation.recommendation import recommend, survivable
 from megatron_resilient.simulation.saves import Saves
 from megatron_resilient.simulation.systems import DEFAULT_SYSTEMS, parse_system
+from megatron_resilient.telemetry import EventLog
 from tests.support.simulated import PLAIN, outcome, trace, workload
 
 # Costs and systems.
@@ -45,6 +47,9 @@ def test_calibrations_are_read_as_they_are_written(tmp_path):
         ({"our_save": 1}, "our_save: expected an object"),
         ({"expert_share": 2}, "expert_share at most 1"),
         ({"step_seconds": 0}, "step_seconds"),
+        ({"relative_steps": {"3": "x"}}, "relative_steps must be an object of numbers"),
+        ({"relative_steps": {"0": 1}}, "relative_steps has '0': 1"),
+        ({"relative_steps": {"3": 0}}, "relative_steps has '3': 0"),
     ],
 )
 def test_calibrations_that_cannot_be(tmp_path, document, message):
@@ -308,3 +313,66 @@ def test_a_recommendation_keeps_its_limits_and_is_among_what_was_tried():
     assert recommend(events, own, costs, Options()).choice == found.choice
     fixed = recommend(events, own, costs, Options(interval=9, k=2))
     assert (fixed.choice.interval, fixed.choice.k) == (9, 2)
+
+
+# Calibration from a run.
+
+
+def a_run(folder, nodes=(4, 3, 4), saves=((0.2, 3.0), (0.4, 4.0), (0.3, 5.0))):
+    """Steps of 1 s on four nodes and 1.2 s on three; a loss, and the node's return."""
+    step = 0
+    with EventLog(folder, rank=0) as log:
+        log.emit("run_start", world_size=nodes[0])
+        for number, world in enumerate(nodes):
+            if number:
+                lost = ["node3"] if world < nodes[number - 1] else []
+                joined = [] if lost else ["node3"]
+                seconds = {"detect": 0.5, "rebuild": 2.0 if lost else 1.0, "first_step": 1.6}
+                log.emit(
+                    "recovery",
+                    step,
+                    seconds=seconds,
+                    lost_nodes=lost,
+                    joined_nodes=joined,
+                    world_size=world,
+                )
+            for index in range(9):
+                step += 1
+                usual = 1.0 if world == 4 else 1.2
+                log.emit("step", step, loss={"lm loss": 1.0}, tokens=8, seconds=usual + (index < 3))
+        for stall, seconds in saves:
+            log.emit("checkpoint_saved", step, path="x", seconds=seconds, stall_seconds=stall)
+    return folder
+
+
+def test_a_run_calibrates(tmp_path):
+    found = costs_of_run(a_run(tmp_path))
+    assert found.step_seconds == pytest.approx(1.0)
+    assert found.relative_steps == {"4": 1.0, "3": pytest.approx(1.2)}
+    assert found.relative_step(4) == 1
+    assert found.relative_step(3) == pytest.approx(1.2)
+    # The first step is a step like others: 4.1 s and 3.1 s, less 1.1 s.
+    assert found.recovery_seconds == pytest.approx(3.0)
+    assert found.join_seconds == pytest.approx(2.0)
+    assert found.our_save == SaveCost(stall_seconds=0.3, persist_seconds=pytest.approx(3.7))
+    path = tmp_path / "calibration.json"
+    write_costs(found, path)
+    assert read_costs(path) == found
+
+
+def test_what_a_run_did_not_do_keeps_its_default(tmp_path):
+    found = costs_of_run(a_run(tmp_path, nodes=(4,), saves=()))
+    assert found.relative_steps == {"4": 1.0}
+    assert found.relative_step(2) == 1
+    assert (found.recovery_seconds, found.our_save) == (Costs().recovery_seconds, Costs().our_save)
+    own = Policy(parse_system("ours"), workload(), found)
+    assert own.step_seconds(4) == own.step_seconds(3) == pytest.approx(1.0)
+
+
+def test_runs_that_calibrate_nothing(tmp_path):
+    with pytest.raises(TelemetryError, match=r"holds no events\.jsonl"):
+        costs_of_run(tmp_path)
+    with EventLog(tmp_path, rank=0) as log:
+        log.emit("run_start", world_size=4)
+    with pytest.raises(ConfigError, match="let it train for longer"):
+        costs_of_run(tmp_path)
