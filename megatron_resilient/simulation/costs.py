@@ -56,7 +56,8 @@ class Costs:
         restart_seconds: from a failure to the first step of a new start, without reading state.
         in_process_seconds: the same, if processes stay and take their state from a checkpoint.
         recovery_seconds: the same, with state from memory, without copying it.
-        join_seconds: how long the others wait when nodes join, without copying state.
+        join_seconds: how long the others wait when nodes join, or leave as planned, without copying
+            state.
         join_window_seconds: after the last arrival, for more to come.
         load_seconds_per_gib: reading a checkpoint, for each GiB of a rank's share.
         refill_seconds_per_gib: copying state between nodes, for each GiB that one rank sends or

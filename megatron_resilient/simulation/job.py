@@ -165,7 +165,11 @@ class Job:
             self._gone = gone
             self._suffer(self._policy.fate(self._world, gone))
         self._next = self._policy.form(self._candidates(), self._world, self._gone)
-        self._ready_at = self._now + self._policy.recovery_seconds(self._fate, self._next)
+        if lost or self._gone:
+            seconds = self._policy.recovery_seconds(self._fate, self._next)
+        else:  # nothing has to be noticed first
+            seconds = self._policy.join_seconds(self._next)
+        self._ready_at = self._now + seconds
         self._phase = Phase.DOWN
 
     def _suffer(self, fate: Fate) -> None:

@@ -139,6 +139,9 @@ def test_announced_departures_lose_no_step():
         assert done.outcome.accounts.lost_steps == 0
         assert done.outcome.lost_tokens == 0
         assert done.outcome.interruptions == 1
+    quick = replace(PLAIN, join_seconds=2.0)
+    told = outcome("ours", trace(4, 100.0, (50.5, [], ["m0"], ["n0"])), costs=quick)
+    assert told.outcome.accounts.recovery == pytest.approx(2)
 
 
 def test_a_guardian_lost_with_its_ward_takes_dense_state_along():
