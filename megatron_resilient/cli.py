@@ -24,6 +24,7 @@ COMMANDS = (
     "report",
     "run",
     "schedule",
+    "simulate",
     "status",
 )
 

@@ -51,6 +51,10 @@ class ProfileError(ResilientError, ValueError):
     """Measured times, or a file of them, that no cost model can be made of."""
 
 
+class TraceError(ResilientError, ValueError):
+    """Failures, or a file of them, that no cluster can have had, or that cannot be read."""
+
+
 class NonFiniteRouterError(ResilientError, FloatingPointError):
     """A router gave NaN or infinite probabilities; the step is refused before tokens are sent."""
 

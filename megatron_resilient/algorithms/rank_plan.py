@@ -1,6 +1,7 @@
 """From expert loads to what each rank holds: the plan that training carries out."""
 
 from collections.abc import Sequence
+from itertools import chain
 from math import gcd
 
 from megatron_resilient.algorithms.placement import place_replicas
@@ -76,10 +77,15 @@ def without_repeats(holding: Holding, loads: Sequence[int]) -> Holding:
     Returns:
         The experts of each rank, distinct and ascending. No expert loses its last replica.
     """
-    counts = [sum(slots.count(e) for slots in holding) for e in range(len(loads))]
+    counts = [0] * len(loads)
+    for expert in chain.from_iterable(holding):
+        counts[expert] += 1
     distinct = []
     for slots in holding:
         own = sorted(set(slots))
+        if len(own) == len(slots):
+            distinct.append(own)
+            continue
         for expert in own:
             counts[expert] -= slots.count(expert) - 1
         for _ in range(len(slots) - len(own)):

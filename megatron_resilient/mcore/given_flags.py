@@ -28,9 +28,14 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in sorted(vars(args).items()):
         value = value.name if isinstance(value, Enum) else value
         if _is_plain(value) and not name.startswith("_") and name not in _LEFT_OUT:
-            found[name] = value
+            found[name] = _listed(value)
     found["world_size"] = int(os.environ.get("WORLD_SIZE", "1"))
     return found
+
+
+def _listed(value: Any) -> Any:
+    """Returns a value as JSON gives it back: tuples are lists there."""
+    return [_listed(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -65,7 +65,7 @@ def test_flags_as_plain_values(monkeypatch):
     args = argparse.Namespace(
         lr=1e-3,
         split=None,
-        data=("a", 1),
+        data=("a", (1, 2)),
         kind=color.red,
         call=print,
         rank=3,
@@ -73,8 +73,10 @@ def test_flags_as_plain_values(monkeypatch):
         inf=float("inf"),
     )
     found = given_flags.plain(args)
-    assert json.loads(json.dumps(found)) == {
-        "data": ["a", 1],
+    # Manifests take no tuples, so JSON must give back the very same.
+    assert found == json.loads(json.dumps(found))
+    assert found == {
+        "data": ["a", [1, 2]],
         "kind": "red",
         "lr": 1e-3,
         "world_size": 8,

@@ -1,0 +1,141 @@
+"""Lazarus, section 6.4: samples over time on 80 minutes of a spot trace, with at most 10 nodes.
+
+A simulation, on the trace of AWS P3 instances of Bamboo (MIT licence, not part of this project):
+
+    .venv/bin/python tools/reproduce/lazarus_spot.py --trace ../shared/data/bamboo/p3-trace.csv
+
+The paper says that four nodes are lost at minute 34: so it is in the first 80 minutes of the trace.
+How it caps the 18 to 32 nodes of the trace at 10 it does not say. Here ten are in use from the
+first minute, those four among them and the others drawn; whoever comes while there is room joins.
+Without --trace, failures are drawn (one every 8 minutes, 1.5 nodes each), and no number is the
+paper's.
+
+Writes lazarus_spot.csv and .png into --out, and prints the paper's ratios beside ours.
+"""
+
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_resilient.simulation.failures import draw_failures
+from megatron_resilient.simulation.trace import NodeEvent, Trace
+from megatron_resilient.simulation.trace_files import read_trace
+from tools.reproduce.figure import ROOT, Compared, flags, plot_lines, print_table, write_csv
+from tools.reproduce.lazarus_setup import (
+    GPT_L,
+    GPT_S,
+    NODES,
+    SYSTEMS,
+    Model,
+    run,
+    samples_over_time,
+)
+
+MINUTES = 80
+POINTS = 40
+BURST_MINUTE = 34
+# The paper's saves for failures this frequent; ours too: only here it saves.
+INTERVALS = {"DS": 50, "DS(FT)": 250, "ours": 250}
+PAPER = {GPT_S: {"DS": 2.3, "DS(FT)": 1.2}, GPT_L: {"DS": 3.4, "DS(FT)": 1.8}}
+NOTES = (
+    "Loads, the time of a restart, and how nodes are capped at 10 are not in the paper: see the "
+    "heads of this file and of tools/reproduce/lazarus_setup.py.",
+)
+
+
+def ten_of(trace: Trace, seed: int) -> Trace:
+    """Returns the trace as ten places see it, that any newcomer takes if one is free."""
+    burst = {
+        node
+        for change in trace.changes
+        if change.seconds == 60 * BURST_MINUTE
+        for node in change.lost
+    }
+    # Those of the burst who come later than the start keep a place free.
+    first = [node for node in trace.start if node in burst]
+    others = [node for node in trace.start if node not in burst]
+    first += random.Random(seed).sample(others, min(NODES - len(burst), len(others)))
+    places, missing = set(first), burst.difference(first)
+    events = [NodeEvent(0.0, "add", node) for node in first]
+    for event in trace.events():
+        if event.seconds == 0:
+            continue
+        if event.kind != "add":
+            if event.node in places:
+                places.remove(event.node)
+                events.append(event)
+        elif event.node in missing or len(places) + len(missing) < NODES:
+            missing.discard(event.node)
+            places.add(event.node)
+            events.append(event)
+    return Trace.of(events, trace.seconds, trace.source)
+
+
+def of_ours(
+    model: Model, traces: Sequence[Trace], paper_restores: float | None
+) -> tuple[Compared, ...]:
+    """Returns how much of the time ours recovers, and how often it needs a checkpoint."""
+    ours = [run("ours", trace, model, seed, INTERVALS["ours"]) for seed, trace in enumerate(traces)]
+    recovery = sum(own.outcome.accounts.recovery / own.seconds for own in ours) / len(ours)
+    restores = sum(own.outcome.rollbacks for own in ours) / len(ours)
+    return (
+        Compared(f"{model.name}: share of time in recoveries (paper: < 0.10)", None, recovery),
+        Compared(f"{model.name}: restores of ours from a checkpoint", paper_restores, restores),
+    )
+
+
+def main() -> int:
+    """Makes the figure."""
+    parser = flags(__doc__ or "")
+    default = ROOT.parent / "shared" / "data" / "bamboo" / "p3-trace.csv"
+    parser.add_argument(
+        "--trace", type=Path, default=default if default.is_file() else None, help="p3-trace.csv"
+    )
+    args = parser.parse_args()
+    if args.trace:
+        whole = read_trace(args.trace).window(0.0, 60 * MINUTES)
+        traces = [ten_of(whole, seed) for seed in range(args.draws)]
+    else:
+        traces = [
+            draw_failures(
+                NODES,
+                8 * 60,
+                60 * MINUTES,
+                seed=seed,
+                repair_seconds=600,
+                nodes_per_failure=1.5,
+            )
+            for seed in range(args.draws)
+        ]
+    times = [MINUTES * point / POINTS for point in range(1, POINTS + 1)]
+    rows: list[tuple[object, ...]] = []
+    panels, compared = {}, []
+    for model, paper in PAPER.items():
+        samples = {}
+        for system in SYSTEMS:
+            runs = [
+                samples_over_time(system, trace, model, seed, INTERVALS[system], times)
+                for seed, trace in enumerate(traces)
+            ]
+            samples[system] = [sum(values) / len(runs) for values in zip(*runs, strict=True)]
+            rows += [
+                (model.name, system, at, value)
+                for at, value in zip(times, samples[system], strict=True)
+            ]
+        panels[model.name] = {name: (times, values) for name, values in samples.items()}
+        for baseline in ("DS", "DS(FT)"):
+            ratio = samples["ours"][-1] / samples[baseline][-1]
+            known = paper[baseline] if args.trace else None
+            compared.append(Compared(f"{model.name}: samples, ours / {baseline}", known, ratio))
+        compared += of_ours(model, traces, paper_restores=1.0 if args.trace else None)
+    write_csv(args.out / "lazarus_spot.csv", ("model", "system", "minute", "samples"), rows)
+    plot_lines(args.out / "lazarus_spot.png", panels, "minutes", "samples")
+    source = args.trace or "drawn failures, no spot trace"
+    print_table(f"Lazarus, section 6.4 ({source})", compared, NOTES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
