@@ -60,6 +60,8 @@ PAIRS = [flag for flag, (_, default) in FLAGS.items() if isinstance(default, tup
 NUMBERS = [flag for flag, (kind, _) in FLAGS.items() if kind in (int, float) and flag not in PAIRS]
 LEAST = {
     "--resilient-min-replicas": 1,
+    "--resilient-overlap-max-degree": 1,
+    "--resilient-overlap-interval": 1,
     "--resilient-gate-temperature": 0.01,
     "--resilient-checkpoint-stall-seconds": 1,
 }
