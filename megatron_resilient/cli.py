@@ -18,6 +18,7 @@ COMMANDS = (
     "coordinator",
     "doctor",
     "leave",
+    "metrics",
     "patches",
     "plan",
     "prepare-data",

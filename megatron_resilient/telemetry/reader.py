@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,30 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[Event]:
             f"{path.parent}: holds no {EVENTS_FILE}; give the directory that a run wrote to"
         )
     *lines, tail = path.read_bytes().split(b"\n")
+    events = parse_lines(lines, path)
+    if _is_whole(tail):
+        events.append(_parse(tail, f"{path}:{len(lines) + 1}"))
+    return events
+
+
+def parse_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> list[Event]:
+    """Returns the events of lines that have their ends, as `read_events` does.
+
+    Args:
+        lines: without the ends.
+        path: of the file, for errors.
+        first: number of the first line in it.
+
+    Raises:
+        TelemetryError: a damaged line.
+    """
     seal = TORN_SEAL.rstrip(b"\n")
     events = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=first):
         if not line.endswith(seal):
             events.append(_parse(line, f"{path}:{number}"))
         elif _is_whole(torn := line.removesuffix(seal)):
             events.append(_parse(torn, f"{path}:{number}"))
-    if _is_whole(tail):
-        events.append(_parse(tail, f"{path}:{len(lines) + 1}"))
     return events
 
 
