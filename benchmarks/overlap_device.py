@@ -71,7 +71,7 @@ class Layer:
 
     def dispatch(self, start: int, stop: int) -> torch.Tensor:
         """Brings tokens."""
-        return self._host[start:stop].to(self.device, non_blocking=True).contiguous()
+        return self._host[start:stop].to(self.device, non_blocking=True, copy=True)
 
     def allgather(self, tokens: torch.Tensor) -> torch.Tensor:
         """Copies them, as often as there are ranks on a node of eight."""
