@@ -160,24 +160,24 @@ def overlap(forward, backward, dispatch="direct", order="gather-first"):
 
 # Flags of both runs, and those of ours; steps.
 TRAINED = {
-    "EP4, uncut": (EP4, overlap(1, 1), 50),
+    "EP4, uncut": (EP4, overlap(1, 1), 20),
     "EP4, distributed optimizer": (EP4 | DISTOPT, overlap(2, 3), 50),
     "EP2 ETP2, shared experts": (
         ETP2 | SHARED | SLOW,
         overlap(4, 2, order="scatter-first"),
-        50,
+        20,
     ),
     "replicas, 2d": (EP4, REPLICAS | overlap(4, 2, "2d"), 50),
     "2d, no chunks": (EP4, {"resilient_dispatch": "2d"}, 10),
     "EP2 ETP2, replicas": (
         ETP2 | SLOW,
         REPLICAS | {"resilient_slots_per_rank": 6} | overlap(2, 3),
-        20,
+        10,
     ),
     "PP2 EP2, 1d, auxiliary loss": (
         EP2 | {"pipeline_model_parallel_size": 2, "moe_aux_loss_coeff": 0.01},
         overlap(2, 2, "1d"),
-        20,
+        10,
     ),
     "recompute": (EP4 | RECOMPUTE, overlap(2, 3), 10),
     "recompute moe": (EP4 | RECOMPUTE_MOE, overlap(4, 2), 10),
