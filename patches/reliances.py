@@ -622,6 +622,19 @@ RELIES_ON = (
         ),
     ),
     *_of(
+        "mcore/overlap/auto.py",
+        (
+            "core.distributed.distributed_data_parallel:DistributedDataParallel"
+            ".enable_forward_pre_hook",
+            "it puts a hook that gathers parameters on every module, and notes the handles.",
+        ),
+        (
+            "core.distributed.distributed_data_parallel:DistributedDataParallel"
+            ".disable_forward_pre_hook",
+            "it takes the hooks back, and gathers nothing with param_sync=False.",
+        ),
+    ),
+    *_of(
         "mcore/overlap/gradient_slices.py",
         (
             "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",

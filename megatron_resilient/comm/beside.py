@@ -17,6 +17,7 @@ class Beside:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
+        self._started = False
 
     def start(self, function: Callable[[], None]) -> None:
         """Starts a function, once the one before is through.
@@ -24,6 +25,7 @@ class Beside:
         What it uses must live until `join`, and belong to the caller's stream or be made by it.
         """
         self.join()
+        self._started = True
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
@@ -35,12 +37,18 @@ class Beside:
         )
         self._thread.start()
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a function was started that `join` has not been called for."""
+        return self._started
+
     def join(self) -> None:
         """Waits until the last function is through; on CUDA the current stream waits.
 
         Raises:
             Exception: what the function raised.
         """
+        self._started = False
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         if self._thread is not None:

@@ -64,7 +64,7 @@ class ChunkedPass:
         self.plans: list[Plan] = [ways.router.plan(chunk.counts_RR) for chunk in self.chunks]
         self._ways = ways
         self._compute = compute
-        self._sum_dtype = sum_dtype
+        self.sum_dtype = sum_dtype
         self._window = window
         self._blocks: list[tuple[torch.Tensor, ...]] = []
         self.sent_forms: list[Form] = []
@@ -129,7 +129,7 @@ class ChunkedPass:
 
     def _scatter(self, chunk: int, tensors: Tensors) -> Tensors:
         rows, group = self.chunks[chunk].gathered_rows, self._tensor_group()
-        dtypes = [self._sum_dtype or tensor.dtype for tensor in tensors]
+        dtypes = [self.sum_dtype or tensor.dtype for tensor in tensors]
         wide = [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         if len(wide) > 1 and len(set(dtypes)) == 1:  # one message
             flat = [t.unsqueeze(1) if t.dim() == 1 else t.flatten(1) for t in wide]

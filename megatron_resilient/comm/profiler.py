@@ -152,7 +152,7 @@ def load_or_measure(
     smallest_bytes: int = 1 << 16,
     largest_bytes: int = 1 << 28,
     fresh: bool = False,
-    instead: Mapping[str, Probe] | None = None,
+    instead: Mapping[str, Probe | None] | None = None,
     ways: str = "",
 ) -> Measured:
     """Returns this topology's profile, measured now if no earlier job left it in `folder`.
@@ -168,7 +168,7 @@ def load_or_measure(
         smallest_bytes: the smallest message.
         largest_bytes: the largest message, where it does not take too long.
         fresh: measure even if there is one, and replace it.
-        instead: probes that take the place of those of the same name.
+        instead: probes that take the place of those of the same name; None: it is not measured.
         ways: what else the times depend on; profiles of other ways are not used.
     """
     topology = Topology.of(groups, shape, ways)
@@ -179,7 +179,8 @@ def load_or_measure(
     if stored is not None:
         samples = {name: [(u, ms) for u, ms in points] for name, points in stored.items()}
         return _fitted(samples, fit, reused=True)
-    probes = {**expert_probes(groups, shape, smallest_bytes, largest_bytes), **(instead or {})}
+    own = {**expert_probes(groups, shape, smallest_bytes, largest_bytes), **(instead or {})}
+    probes = {name: probe for name, probe in own.items() if probe is not None}
     measured = _fitted(measure(probes, groups.whole, effort), fit, reused=False)
     if path is not None and first:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,9 +55,13 @@ def record() -> RunRecord | None:
 
 
 def close(exit_code: int) -> None:
-    """Ends the record of the run in progress, if there is one."""
+    """Ends the record of the run in progress, if there is one, and saves that are on their way.
+
+    After an orderly end nothing is on its way any more.
+    """
     global _record
     layer_hooks.set_built(False)
+    checkpoints.abandon()
     if _record is not None:
         _record.end(exit_code)
         _record = None
@@ -113,6 +117,8 @@ def setup(original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     elif _load_facts:  # the recovery's own event says what tokens are lost
         facts = {k: v for k, v in _load_facts.items() if k != "lost_expert_tokens"}
         _record.loaded(_load_seconds, **facts)
+    if own_format and rejoined is None:
+        checkpoints.refuse_later_saves(get_args().iteration)
     if own_format and optimizer is not None:
         layers = replicas.replicated_layers(model)
         checkpoints.begin(model, optimizer, scheduler, layers, config, _record_save)

@@ -60,7 +60,15 @@ def open_storage(directory: Path, config: CheckpointConfig, goes_on: bool) -> No
         close()
     facts = _storage.facts() if _storage is not None else None
     told = gather_json({"facts": facts, "new": secrets.token_hex(8)})
-    known = next((each["facts"] for each in told if each["facts"]), None)
+    # A failure may have caught ranks before and after they heard that a save is there.
+    known = max(
+        (each["facts"] for each in told if each["facts"]),
+        key=lambda each: (each["base"] or -1, each["saves"]),
+        default=None,
+    )
+    if known and facts and facts != known:
+        assert _storage is not None
+        _storage.adopt(known)
     run = known["run"] if known else told[0]["new"]
     first = known is None
     for begins in (True, False):  # whoever begins holds the lock before others join it
@@ -75,6 +83,28 @@ def open_storage(directory: Path, config: CheckpointConfig, goes_on: bool) -> No
         errors = [text for text in gather_json(error) if text]
         if errors:
             raise CheckpointError(errors[0])
+
+
+def refuse_later_saves(step: int) -> None:
+    """Sees to it that a run's saves are the newest of its folder. Collective.
+
+    Else they would be the first to be collected, and a restart would take one of the others.
+
+    Args:
+        step: at which the run begins.
+
+    Raises:
+        CheckpointError: the folder has a save of a later step; the same on every rank.
+    """
+    assert _storage is not None
+    directory, later = _storage.directory, None
+    if dist.get_rank() == 0:
+        later = next((each for each in places.manifests(directory) if each > step), None)
+    if (later := gather_json(later)[0]) is not None:
+        raise CheckpointError(
+            f"--save {directory}: has a save of step {later}, and this run begins at step {step}: "
+            f"go on from it (--load {directory}), or save into another folder"
+        )
 
 
 def close() -> None:

@@ -163,6 +163,8 @@ class Saver:
         """
         begun = time.perf_counter()
         self.before_update()
+        if self._pending and self._pending[-1].step == step:
+            return []  # asked for twice: the state is the same
         self._begun = begun
         ended: list[Saved] = []
         while len(self._pending) >= _MOST_PENDING:
@@ -280,9 +282,10 @@ class Saver:
 
         The state may be changed afterwards: nobody copies from it any more.
         """
-        self.before_update()
         for save in self._pending:
             save.cancelled.set()
+        # What a copy failed with is no matter any more; perhaps the device that it read from has.
+        self._copying = None
         self._copies.shutdown(wait=True)
         self._commits.shutdown(wait=True)
         for save in self._pending:
@@ -471,18 +474,26 @@ class Saver:
         )
         places.write_manifest(storage.directory, manifest)
         save.seconds = time.perf_counter() - save.begun
-        if self._config.checkpoint_keep:
+
+    def _collect(self) -> None:
+        """Removes what is not to be kept; in a thread of rank 0."""
+        try:
             gc.collect(
-                storage.directory,
+                self._storage.directory,
                 keep_last=self._config.checkpoint_keep,
                 keep_every=self._retain_interval or None,
             )
+        except (CheckpointError, OSError) as error:
+            print(f"WARNING: older checkpoints are not removed: {error}", flush=True)
 
     def _complete(self, save: Save) -> Saved:
         self._pending.remove(save)
         assert save.buffer is not None
         self._storage.durable(save.step, save.buffer, dict(save.files))
         faults.point("saved", save.step)
+        # Now that all ranks know of it: until then the next save may need the one before.
+        if self._config.checkpoint_keep and dist.get_rank() == 0:
+            self._commits.submit(self._collect)
         return self._ended(save, None, save.bytes)
 
     def _fail(self, save: Save) -> Saved:
@@ -519,7 +530,13 @@ def _all_files(recipe: Recipe, save: Save, told: list[bytes]) -> list[DataFile]:
     """Returns what all ranks wrote, from the recipe and what they told."""
     found = []
     for rank, record in enumerate(told):
-        for number, (path, stretches) in enumerate(recipe.files(rank, save.folder)):
+        files = recipe.files(rank, save.folder)
+        if len(record) != len(files) * (_SIZE_BYTES + _DIGEST_BYTES):
+            raise CheckpointError(
+                f"rank {rank} wrote other files than rank 0 expects; this is a defect, please "
+                "report it"
+            )
+        for number, (path, stretches) in enumerate(files):
             start = number * (_SIZE_BYTES + _DIGEST_BYTES)
             digest = start + _SIZE_BYTES
             size = int.from_bytes(record[start:digest], "little")

@@ -7,11 +7,13 @@ longer or shorter than their costs say, the costs are corrected by what was seen
 with the work of now a new plan is made. Steps between are not looked at.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.training import get_args, print_rank_0
 from torch import nn
@@ -90,7 +92,8 @@ class AutoOverlap:
         if args.sequence_parallel:
             tokens //= args.tensor_model_parallel_size
         folder = None if config.overlap_profiles is None else Path(config.overlap_profiles)
-        measured = measure_profile(layers[0], tokens, folder)
+        with _without_parameter_gathers(model):
+            measured = measure_profile(layers[0], tokens, folder)
         profile = profile_of(measured)
         for text in profile.distrust():
             print_rank_0(f"overlap: {text}")
@@ -203,6 +206,23 @@ class AutoOverlap:
                         measured_seconds=took.pass_seconds[name],
                         measured=records(measured),
                     )
+
+
+@contextmanager
+def _without_parameter_gathers(model: list[nn.Module]) -> Iterator[None]:
+    """Lets modules be called outside a step: hooks of --overlap-param-gather would begin one."""
+    hooked = [
+        chunk
+        for chunk in model
+        if isinstance(chunk, DistributedDataParallel) and chunk.remove_forward_pre_hook_handles
+    ]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
 
 
 def _slices(model: list[nn.Module], profile: Profile) -> GradientSlices | None:

@@ -189,18 +189,23 @@ class GradientSlices:
         """Sends the slice of a window, if it is the step's last pass through it.
 
         Returns:
-            Its bytes.
+            Its bytes; 0 if something else had to be waited for or sent too, so that its time says
+            nothing about them.
 
         Raises:
             PlanMismatchError: there are more passes than Megatron said.
         """
         if window not in self._plan or not self._is_last(window):  # asked for under an older plan
             return 0
+        is_alone = not self._beside_dense().is_waited_for
         self._beside_dense().join()
         if self._replicas is not None and self._replicas.in_windows:
+            is_alone = False
             self._replicas.send_ready()
         ranges = self._plan[window]
         _send(self._buckets, ranges)
+        if not is_alone:
+            return 0
         return sum(
             (each.stop - each.start) * self._buckets[each.buffer].data.element_size()
             for each in ranges

@@ -60,12 +60,20 @@ def measure_profile(layer: MoELayer, tokens: int, folder: Path | None) -> Measur
     largest = max(row_bytes, int(_LARGEST * layer_bytes))
     smallest = max(row_bytes, int(_SMALLEST * layer_bytes))
     sizes = _sizes(smallest // row_bytes, largest // row_bytes)
-    probes = {"gemm": _experts_probe(layer, shape, sizes)}
-    if dispatcher.ep_size > 1:
-        probes["a2a"] = _dispatch_probe(router, layer.overlap.nodes, shape, sizes)
-    if dense.size() > 1:
-        probes["allreduce"] = _gradients_probe(dense, shape, sizes)
-    ways = f"ep {dispatcher.ep_size}, expert tp {parts}, dp {dense.size()}, {router.algorithm}"
+    args = get_args()
+    dispatch = _dispatch_probe(router, layer.overlap.nodes, shape, sizes)
+    gradients = _gradients_probe(dense, shape, sizes)
+    probes = {
+        "gemm": _experts_probe(layer, shape, sizes),
+        "a2a": dispatch if dispatcher.ep_size > 1 else None,
+        "allreduce": gradients if dense.size() > 1 else None,
+    }
+    ways = (
+        f"ep {dispatcher.ep_size}, expert tp {parts}, dp {dense.size()}, {router.algorithm}, "
+        f"{layer.num_local_experts} slots, {smallest} to {largest} bytes, "
+        f"sharded {args.use_distributed_optimizer}, "
+        f"fp32 gradients {args.accumulate_allreduce_grads_in_fp32}"
+    )
     return load_or_measure(
         groups,
         shape,

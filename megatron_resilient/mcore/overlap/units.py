@@ -26,6 +26,8 @@ def pass_units(
         backward: which pass it was.
     """
     sent, returned = _row_bytes(one.sent_forms), _row_bytes(one.returned_forms)
+    wide = [Form(one.sum_dtype or form.dtype, form.shape) for form in one.returned_forms]
+    added = _row_bytes(wide)
     row_flops = row_flops_of(config) * (BACKWARD_GEMMS if backward else 1)
     if ways.tensor_group is not None:
         row_flops /= ways.tensor_group.size()
@@ -37,7 +39,7 @@ def pass_units(
         units["expert", chunk] = float(own.slot_rows_nC.sum()) * row_flops
         if ways.tensor_group is not None:
             units["allgather", chunk] = sum(own.gathered_rows) * sent
-            units["reducescatter", chunk] = sum(own.gathered_rows) * returned
+            units["reducescatter", chunk] = sum(own.gathered_rows) * added
     return units
 
 
