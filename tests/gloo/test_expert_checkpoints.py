@@ -245,6 +245,27 @@ def test_another_model_is_refused_by_name(pools, tmp_path):
     assert "num_layers is 2 there, 4 here" in resumed.outputs[0]
 
 
+def test_a_run_that_begins_before_the_saves_of_its_folder_is_refused(pools, tmp_path):
+    """Its own saves would be the oldest there, and the first to go."""
+    pools.plugin.run(**MODEL, **EP4, save=tmp_path).ok()
+    before = places.manifests(tmp_path)
+    refused = pools.plugin.run(**MODEL, **EP4, save=tmp_path, as_script=True)
+    assert set(refused.exits) == {1}
+    assert f"has a save of step {END}, and this run begins at step 0" in refused.outputs[0]
+    assert places.manifests(tmp_path) == before
+
+
+def test_a_step_that_is_saved_twice_is_saved_once(pools, tmp_path):
+    """A growing batch saves where its size changes, and so does the interval."""
+    growing = {"rampup_batch_size": [4, 4, 16], "global_batch_size": 8, "train_samples": 40}
+    run = MODEL | EP4 | growing | {"train_iters": None, "save_interval": 4}
+    pools.plugin.run(**run, save=tmp_path, resilient_run_dir=tmp_path / "run").ok()
+    saved = [event["step"] for event in events_of(tmp_path / "run", "checkpoint_saved")]
+    assert saved == sorted(set(saved))
+    assert 4 in saved
+    assert places.manifests(tmp_path) == sorted(saved, reverse=True)
+
+
 def test_two_runs_do_not_write_into_one_folder(pools, tmp_path):
     with RunLock.begin(tmp_path, "another"):
         refused = pools.plugin.run(**MODEL, **EP4, save=tmp_path, as_script=True)

@@ -94,3 +94,21 @@ def test_expert_tensor_parallelism_is_planned_too(pools, tmp_path):
     for event in schedules(tmp_path / "auto"):
         assert {own[0] for own in event["planned"]["intra"]} == {"allgather", "reducescatter"}
         assert all(own[3] > own[2] for own in event["planned"]["intra"])
+
+
+def test_costs_are_measured_before_parameters_are_gathered_in_steps(pools, tmp_path):
+    """Many buckets, whose gathers hooks begin: what is measured at the start begins none."""
+    run = RUN | {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 2000,
+        "train_iters": 6,
+    }
+    stock = pools.plugin.run(**run, resilient_run_dir=str(tmp_path / "stock")).ok()
+    ours = pools.plugin.run(**run, **AUTO, resilient_run_dir=str(tmp_path / "auto")).ok()
+    assert relative(ours.losses, stock.losses) < 1e-5
+    assert (
+        "dense gradients are left to Megatron: no gradient slices with --overlap-grad-reduce"
+        in (ours.outputs[0])
+    )

@@ -20,7 +20,9 @@ def test_one_after_the_other_and_beside_the_caller():
     order.append("caller")
     free.set()
     beside.start(lambda: order.append("second"))
+    assert beside.is_waited_for
     beside.join()
+    assert not beside.is_waited_for
     beside.join()
     assert order == ["caller", ("first", False), "second"]
 
