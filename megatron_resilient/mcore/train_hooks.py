@@ -29,7 +29,7 @@ from megatron_resilient.mcore import (
 from megatron_resilient.mcore.checkpointing import find, signals
 from megatron_resilient.mcore.checkpointing import run as checkpoints
 from megatron_resilient.mcore.checkpointing.contents import Contents
-from megatron_resilient.mcore.checkpointing.saver import Saved
+from megatron_resilient.mcore.checkpointing.saves import Saved
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer
 from megatron_resilient.mcore.overlap import setup as overlap
 from megatron_resilient.mcore.overlap.auto import AutoOverlap

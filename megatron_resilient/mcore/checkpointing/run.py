@@ -18,7 +18,8 @@ from megatron_resilient.config import CheckpointConfig
 from megatron_resilient.errors import CheckpointError
 from megatron_resilient.mcore.checkpointing.contents import Contents
 from megatron_resilient.mcore.checkpointing.loading import Loaded, load
-from megatron_resilient.mcore.checkpointing.saver import Saved, Saver
+from megatron_resilient.mcore.checkpointing.saver import Saver
+from megatron_resilient.mcore.checkpointing.saves import Saved
 from megatron_resilient.mcore.checkpointing.storage import Storage
 from megatron_resilient.mcore.expert_load import ExpertLoad
 from megatron_resilient.mcore.moe_layer import ReplicatedMoELayer

@@ -16,11 +16,9 @@ Where a rank fails all of them hear of it in `poll`, and training goes on to the
 
 import contextlib
 import secrets
-import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,18 +28,17 @@ from megatron.training import get_args
 from megatron_resilient.algorithms.expert_selection import TwoLevels, select_two_levels
 from megatron_resilient.algorithms.write_plan import Masters
 from megatron_resilient.checkpoint import directory as places
-from megatron_resilient.checkpoint import gc
-from megatron_resilient.checkpoint.buffers import Buffer
-from megatron_resilient.checkpoint.manifest import DataFile, Manifest, Stretch
-from megatron_resilient.checkpoint.records import take_records, write_record
+from megatron_resilient.checkpoint.manifest import Stretch
 from megatron_resilient.checkpoint.snapshot import Snapshot
-from megatron_resilient.checkpoint.writer import FileJob, WriteFailed
+from megatron_resilient.checkpoint.writer import FileJob
 from megatron_resilient.comm.gather_json import gather_json
 from megatron_resilient.config import CheckpointConfig
 from megatron_resilient.errors import CheckpointError
-from megatron_resilient.mcore.checkpointing.contents import Contents, Signature, identity
+from megatron_resilient.mcore.checkpointing.commit import Committer
+from megatron_resilient.mcore.checkpointing.contents import Contents, Signature
 from megatron_resilient.mcore.checkpointing.layout import Layout
-from megatron_resilient.mcore.checkpointing.recipe import Files, Recipe
+from megatron_resilient.mcore.checkpointing.recipe import Recipe
+from megatron_resilient.mcore.checkpointing.saves import Save, Saved
 from megatron_resilient.mcore.checkpointing.storage import Storage
 from megatron_resilient.mcore.checkpointing.tuning import Measured, interval, snapshot_experts
 from megatron_resilient.mcore.recovery import faults
@@ -53,65 +50,6 @@ _MOST_PENDING = 2
 
 # Recipes that are kept: more than there are turns of a selection in turn, for most models.
 _RECIPES = 64
-_SIZE_BYTES, _DIGEST_BYTES = 8, 32  # of a file, as ranks tell each other of it
-
-
-@dataclass
-class Save:
-    """One save on its way.
-
-    Attributes:
-        step: after which it was taken.
-        begun: clock when it began.
-        folder: of its files, relative to the directory.
-        plain: `Manifest.state`; whole on rank 0 only.
-        recipe: who writes what; None until this rank has planned it.
-        files: that this rank writes.
-        buffer: with the copy; None until it is begun.
-        job: number of the worker's job; None until it has one.
-        bytes: written by this rank; in the end by all.
-        commit: what waits for the worker and, on rank 0, for the manifest; None until it has a job.
-        cancelled: set when the commit has to end, because the save is given up.
-        failed: why this rank cannot go on with it.
-        stall_seconds: how long training waited for it on this rank.
-        seconds: from its beginning until its manifest was durable; 0 until rank 0 has written that.
-    """
-
-    step: int
-    begun: float
-    folder: str
-    plain: dict[str, Any]
-    recipe: Recipe | None = None
-    files: Files = ()
-    buffer: Buffer | None = None
-    job: int | None = None
-    bytes: int = 0
-    commit: "Future[None] | None" = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    failed: str | None = None
-    stall_seconds: float = 0.0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What came of a save.
-
-    Attributes:
-        step: after which it was taken.
-        failed: why it is not there; None: it is.
-        path: of its manifest.
-        seconds: from its beginning until it was durable; of a failed one, until that was known.
-        stall_seconds: how long this rank's training waited for it.
-        bytes: written by all ranks.
-    """
-
-    step: int
-    failed: str | None
-    path: str
-    seconds: float
-    stall_seconds: float
-    bytes: int
 
 
 class Saver:
@@ -132,7 +70,6 @@ class Saver:
         retain_interval: int,
     ) -> None:
         self._storage, self._contents, self._config = storage, contents_, config
-        self._retain_interval = retain_interval
         self._layout: Layout | None = None
         self._layout_of: Signature | None = None
         self._recipes: dict[tuple[Any, ...], Recipe] = {}
@@ -146,7 +83,7 @@ class Saver:
         self._cost: tuple[float, float] | None = None  # of a save: until durable, and its stall
         self._begun = 0.0
         self._copies = ThreadPoolExecutor(1, "checkpoint-copy")
-        self._commits = ThreadPoolExecutor(1, "checkpoint-commit")
+        self._commits = Committer(storage, config.checkpoint_keep, retain_interval)
 
     def save(
         self, step: int, progress: dict[str, Any], loads: Mapping[int, torch.Tensor]
@@ -287,7 +224,7 @@ class Saver:
         # What a copy failed with is no matter any more; perhaps the device that it read from has.
         self._copying = None
         self._copies.shutdown(wait=True)
-        self._commits.shutdown(wait=True)
+        self._commits.close()
         for save in self._pending:
             self._storage.give_up(save.step, save.buffer, save.job)
         self._pending.clear()
@@ -420,71 +357,7 @@ class Saver:
         # What became of the saves before it is known by now.
         save.plain["tokens"]["persist"] = self._storage.ledger.persist_marks(save.step)
         save.job = self._storage.write(save.buffer, tuple(jobs))
-        save.commit = self._commits.submit(self._commit, save)
-
-    def _commit(self, save: Save) -> None:
-        """Waits for the worker, tells rank 0, and has rank 0 write the manifest; in a thread.
-
-        Raises:
-            CheckpointError: something could not be written.
-        """
-        assert save.job is not None
-        while (result := self._storage.result(save.job)) is None:
-            if save.cancelled.wait(_POLL_SECONDS):
-                return
-        if isinstance(result, WriteFailed):
-            raise CheckpointError(str(result))
-        save.bytes = sum(file.bytes for file in result.files)
-        rank = dist.get_rank()
-        folder = self._storage.directory / save.folder
-        text = b"".join(
-            each.bytes.to_bytes(_SIZE_BYTES, "little") + bytes.fromhex(each.sha256)
-            for each in result.files
-        )
-        write_record(folder, rank, text)
-        told = take_records(folder, dist.get_world_size(), save.cancelled) if rank == 0 else None
-        faults.point("written", save.step)
-        if told is not None:
-            self._write_manifest(save, told)
-
-    def _write_manifest(self, save: Save, told: list[bytes]) -> None:
-        storage, recipe = self._storage, save.recipe
-        assert recipe is not None
-        files = _all_files(recipe, save, told)
-        kept: Iterable[DataFile] = ()
-        if not recipe.is_exact:
-            assert storage.base is not None
-            base = places.read_manifest(places.manifest_path(storage.directory, storage.base))
-            new = {(s.key, s.kind) for file in files for s in file.stretches}
-            kept = [
-                file
-                for file in base.files
-                if file.expert is not None
-                and not any((each.key, each.kind) in new for each in file.stretches)
-            ]
-        manifest = Manifest(
-            step=save.step,
-            run=storage.run,
-            written=time.time(),
-            exact=recipe.is_exact,
-            model=identity(get_args()),
-            state=save.plain,
-            arrays=recipe.layout.arrays,
-            files=(*files, *kept),
-        )
-        places.write_manifest(storage.directory, manifest)
-        save.seconds = time.perf_counter() - save.begun
-
-    def _collect(self) -> None:
-        """Removes what is not to be kept; in a thread of rank 0."""
-        try:
-            gc.collect(
-                self._storage.directory,
-                keep_last=self._config.checkpoint_keep,
-                keep_every=self._retain_interval or None,
-            )
-        except (CheckpointError, OSError) as error:
-            print(f"WARNING: older checkpoints are not removed: {error}", flush=True)
+        save.commit = self._commits.start(save)
 
     def _complete(self, save: Save) -> Saved:
         self._pending.remove(save)
@@ -492,8 +365,7 @@ class Saver:
         self._storage.durable(save.step, save.buffer, dict(save.files))
         faults.point("saved", save.step)
         # Now that all ranks know of it: until then the next save may need the one before.
-        if self._config.checkpoint_keep and dist.get_rank() == 0:
-            self._commits.submit(self._collect)
+        self._commits.collect()
         return self._ended(save, None, save.bytes)
 
     def _fail(self, save: Save) -> Saved:
@@ -524,22 +396,3 @@ def _view(own: Arrays, stretch: Stretch) -> torch.Tensor:
         if start <= stretch.start and stretch.stop <= start + tensor.numel():
             return tensor[stretch.start - start : stretch.stop - start]
     raise AssertionError(f"{stretch} is not here, as it was when the layout was made")
-
-
-def _all_files(recipe: Recipe, save: Save, told: list[bytes]) -> list[DataFile]:
-    """Returns what all ranks wrote, from the recipe and what they told."""
-    found = []
-    for rank, record in enumerate(told):
-        files = recipe.files(rank, save.folder)
-        if len(record) != len(files) * (_SIZE_BYTES + _DIGEST_BYTES):
-            raise CheckpointError(
-                f"rank {rank} wrote other files than rank 0 expects; this is a defect, please "
-                "report it"
-            )
-        for number, (path, stretches) in enumerate(files):
-            start = number * (_SIZE_BYTES + _DIGEST_BYTES)
-            digest = start + _SIZE_BYTES
-            size = int.from_bytes(record[start:digest], "little")
-            sha256 = record[digest : digest + _DIGEST_BYTES].hex()
-            found.append(DataFile(path, save.step, size, sha256, stretches))
-    return found
