@@ -2,9 +2,11 @@
 
 A save goes through these stages, the same on every rank and in the order of saves:
 
-1. `save`: one all-reduce, and what a forward pass changes is copied.
-2. A thread finds out what this rank writes, copies it into host memory, and hands it to the worker.
-3. `before_update`: the thread is waited for, because the optimizer changes what it reads.
+1. `save`: one all-reduce is begun, and what a forward pass changes is copied.
+2. A thread hears what all ranks told each other, finds out what this rank writes, copies it into
+   host memory, and hands it to the worker.
+3. `before_update`: the thread is waited for, because the optimizer changes what it reads. If
+   experts have moved, this is where all ranks tell each other who holds what, and copy.
 4. The worker writes the copy into files. A second thread waits for it and tells rank 0 what was
    written; that of rank 0 writes the manifest when all have told, and with it the save is there. No
    rank's training waits, and no step has to end for it.
@@ -19,6 +21,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,7 +77,7 @@ class Saver:
         self._layout_of: Signature | None = None
         self._recipes: dict[tuple[Any, ...], Recipe] = {}
         self._snapshot = Snapshot()
-        self._copying: tuple[Save, Future[None]] | None = None
+        self._copying: tuple[Save, _Source, Future[_Agreed | None]] | None = None
         self._pending: list[Save] = []
         self._measured = Measured()
         self._told = [0] * len(self._measured.told())
@@ -107,35 +110,32 @@ class Saver:
         while len(self._pending) >= _MOST_PENDING:
             ended += self._wait()
         now = self._contents.signature()
-        told = self._tell(loads, now != self._layout_of)
-        moving = self._contents.moving()
-        nonce, tokens, has_changed = self._agreed(*told)
-        if has_changed:
-            self._layout, self._layout_of = Layout.gather(self._contents), now
-            self._recipes.clear()
-        layout, storage = self._layout, self._storage
-        assert layout is not None
-        storage.count(tokens, layout)
-        selection = self._select(layout)
-        plain = {"progress": progress, **storage.plain(step, selection)}
-        save = Save(step, begun, places.save_folder(step, nonce), plain)
-        self._pending.append(save)
-        storage.saves += 1
+        telling = self._tell(loads, now != self._layout_of)
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        copied = self._copies.submit(self._copy, save, layout, selection, moving, stream)
-        self._copying = save, copied
+        source = _Source(now, self._contents.moving(), stream)
+        save = Save(step, begun, {"progress": progress})
+        self._pending.append(save)
+        self._copying = save, source, self._copies.submit(self._begin, save, source, *telling)
         save.stall_seconds = time.perf_counter() - begun
         return ended
 
     def before_update(self) -> None:
-        """Waits until the copy of a save is complete: the optimizer is about to step. Local."""
+        """Waits until the copy of a save is complete: the optimizer is about to step.
+
+        Collective if experts have moved since the save before.
+        """
         if self._copying is None:
             return
-        (save, copied), self._copying = self._copying, None
+        (save, source, copied), self._copying = self._copying, None
         begun = time.perf_counter()
         self._measured.free_seconds = begun - self._begun
         try:
-            copied.result()
+            agreed = copied.result()
+            if agreed is not None:
+                self._layout = Layout.gather(self._contents)
+                self._layout_of = source.signature
+                self._recipes.clear()
+                self._plan_and_copy(save, source, agreed)
         except CheckpointError as error:
             save.failed = str(error)
         save.stall_seconds += time.perf_counter() - begun
@@ -226,7 +226,8 @@ class Saver:
         self._copies.shutdown(wait=True)
         self._commits.close()
         for save in self._pending:
-            self._storage.give_up(save.step, save.buffer, save.job)
+            if save.folder:  # else it was not planned yet, and nobody knows of it
+                self._storage.give_up(save.step, save.buffer, save.job)
         self._pending.clear()
 
     def _wait(self) -> list[Saved]:
@@ -254,18 +255,38 @@ class Saver:
             told[2:].view(layers, experts)[layer - 1] = tokens
         return dist.all_reduce(told, async_op=True), told
 
-    def _agreed(
-        self, telling: "dist.Work | None", told: torch.Tensor
-    ) -> tuple[str, dict[int, list[int]], bool]:
-        """Returns a nonce, the loads of all ranks, and whether any has changed."""
-        if telling is not None:
-            telling.wait()
+    def _begin(
+        self, save: Save, source: "_Source", telling: "dist.Work | None", told: torch.Tensor
+    ) -> "_Agreed | None":
+        """Copies, unless experts have moved: then it returns what all agreed on. In a thread."""
+        # A stream of its own: what is queued on the model's is not to be waited for.
+        side = torch.cuda.Stream() if source.stream is not None else None
+        with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
+            if telling is not None:
+                telling.wait()
+            agreed = self._agreed(told)
+        if agreed.has_changed:
+            return agreed
+        self._plan_and_copy(save, source, agreed)
+        return None
+
+    def _plan_and_copy(self, save: Save, source: "_Source", agreed: "_Agreed") -> None:
+        layout, storage = self._layout, self._storage
+        assert layout is not None
+        storage.count(agreed.tokens, layout)
+        selection = self._select(layout)
+        save.plain |= storage.plain(save.step, selection)
+        save.folder = places.save_folder(save.step, agreed.nonce)
+        storage.saves += 1
+        self._copy(save, layout, selection, source)
+
+    def _agreed(self, told: torch.Tensor) -> "_Agreed":
         layers, experts = _shape()
         changed, nonce, *counts = told.tolist()
         tokens = {
             layer + 1: counts[layer * experts : (layer + 1) * experts] for layer in range(layers)
         }
-        return f"{nonce:012x}", tokens, changed > 0
+        return _Agreed(f"{nonce:012x}", tokens, changed > 0)
 
     def _select(self, layout: Layout) -> TwoLevels:
         storage, layers, experts = self._storage, len(layout.layers), layout.experts
@@ -305,15 +326,8 @@ class Saver:
                     flush=True,
                 )
 
-    def _copy(
-        self,
-        save: Save,
-        layout: Layout,
-        selection: TwoLevels,
-        moving: Arrays,
-        stream: "torch.cuda.Stream | None",
-    ) -> None:
-        """Copies this rank's share and hands it to the worker; in a thread."""
+    def _copy(self, save: Save, layout: Layout, selection: TwoLevels, source: "_Source") -> None:
+        """Copies this rank's share and hands it to the worker."""
         storage, rank = self._storage, dist.get_rank()
         recipe = self._find_recipe(layout, selection)
         files = recipe.files(rank, save.folder)
@@ -322,10 +336,11 @@ class Saver:
             placement = {str(number): holding for number, holding in layout.placement.items()}
             save.plain |= {**self._contents.values(), "placement": placement}
         places.create_save(storage.directory, save.step, save.folder.rpartition(".")[2])
-        own = merged(self._contents.stepped(), moving)
+        own = merged(self._contents.stepped(), source.moving)
         items = [(stretch, _view(own, stretch)) for stretch in stretches]
         buffer = storage.begin(save.step, [(each, recipe.dtype(each)) for each in stretches])
         save.recipe, save.files, save.buffer = recipe, files, buffer
+        stream = source.stream
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             begun = time.perf_counter()
             self._snapshot.start(items, buffer)
@@ -381,6 +396,36 @@ class Saver:
         path = str(places.manifest_path(self._storage.directory, save.step))
         seconds = time.perf_counter() - save.begun if failed else save.seconds
         return Saved(save.step, failed, path, seconds, save.stall_seconds, size)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a save copies from.
+
+    Attributes:
+        signature: of the contents.
+        moving: copies of what a forward pass changes.
+        stream: on which the model runs; None: not on a GPU.
+    """
+
+    signature: Signature
+    moving: Arrays
+    stream: "torch.cuda.Stream | None"
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks told each other at the beginning of a save.
+
+    Attributes:
+        nonce: of this attempt.
+        tokens: {layer: tokens per expert since the save before}, of all ranks.
+        has_changed: experts have moved on some rank.
+    """
+
+    nonce: str
+    tokens: dict[int, list[int]]
+    has_changed: bool
 
 
 def _shape() -> tuple[int, int]:

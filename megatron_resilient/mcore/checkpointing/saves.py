@@ -16,8 +16,8 @@ class Save:
     Attributes:
         step: after which it was taken.
         begun: clock when it began.
-        folder: of its files, relative to the directory.
         plain: `Manifest.state`; whole on rank 0 only.
+        folder: of its files, relative to the directory; "" until this rank has planned it.
         recipe: who writes what; None until this rank has planned it.
         files: that this rank writes.
         buffer: with the copy; None until it is begun.
@@ -32,8 +32,8 @@ class Save:
 
     step: int
     begun: float
-    folder: str
     plain: dict[str, Any]
+    folder: str = ""
     recipe: Recipe | None = None
     files: Files = ()
     buffer: Buffer | None = None
