@@ -36,15 +36,14 @@ class Watch:
         self._save, self._poll = training.save_checkpoint, training.maybe_finalize_async_save
         self._update = Saver.before_update
         self._dcp = _Dcp() if with_dcp else None
-        self._is_over = False  # no step comes any more, whose forward pass could hide a copy
         training.save_checkpoint = self._on_save
         training.maybe_finalize_async_save = self._on_poll
         watch = self
 
         def before_update(saver: Saver) -> None:
-            begun = _now()
+            begun, waits = _now(), saver.is_copying
             watch._update(saver)
-            if not watch._is_over:
+            if waits:  # else nothing is waited for, and what passes is the scheduler's
                 watch._add("update", begun)
 
         Saver.before_update = before_update  # type: ignore[method-assign]
@@ -64,7 +63,6 @@ class Watch:
     def _on_save(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
         dist.barrier()
         self.saves.append({"step": iteration, "time": time.time(), "clock": time.perf_counter()})
-        self._is_over = iteration == get_args().train_iters
         begun = _now()
         if self._dcp is not None:
             result = self._dcp.save(iteration, *args[:3])

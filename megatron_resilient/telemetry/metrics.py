@@ -1,5 +1,6 @@
 """Numbers of a run for a monitoring system, made from its events alone."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,8 @@ from megatron_resilient.telemetry.reader import Event
 from megatron_resilient.telemetry.values import number
 
 PREFIX = "megatron_resilient_"
+# In the path of a save: ours, and Megatron's.
+_STEP_OF_SAVE = re.compile(r"(?:step|iter)_0*([0-9]+)[^/]*/?$")
 
 
 @dataclass
@@ -127,7 +130,9 @@ def _expert_load(m: Mapping[str, Metric], event: Event) -> None:
 
 
 def _saved(m: Mapping[str, Metric], event: Event) -> None:
-    m["checkpoint_step"].set(event["step"])
+    # Written when the save is complete: some steps after the one that it is of.
+    of = _STEP_OF_SAVE.search(event["path"])
+    m["checkpoint_step"].set(int(of[1]) if of else event["step"])
     m["checkpoint_seconds"].set(event["seconds"])
     m["checkpoints_total"].add()
     m["checkpoint_bytes_total"].add(event.get("bytes"))

@@ -258,12 +258,14 @@ def test_a_run_that_begins_before_the_saves_of_its_folder_is_refused(pools, tmp_
 def test_a_step_that_is_saved_twice_is_saved_once(pools, tmp_path):
     """A growing batch saves where its size changes, and so does the interval."""
     growing = {"rampup_batch_size": [4, 4, 16], "global_batch_size": 8, "train_samples": 40}
-    run = MODEL | EP4 | growing | {"train_iters": None, "save_interval": 4}
+    by_samples = {"train_iters": None, "lr_decay_iters": None, "lr_warmup_iters": None}
+    run = MODEL | EP4 | growing | by_samples | {"save_interval": 4}
     pools.plugin.run(**run, save=tmp_path, resilient_run_dir=tmp_path / "run").ok()
-    saved = [event["step"] for event in events_of(tmp_path / "run", "checkpoint_saved")]
-    assert saved == sorted(set(saved))
-    assert 4 in saved
-    assert places.manifests(tmp_path) == sorted(saved, reverse=True)
+    saved = [event["path"] for event in events_of(tmp_path / "run", "checkpoint_saved")]
+    assert len(saved) == len(set(saved))
+    assert str(places.manifest_path(tmp_path, 4)) in saved
+    there = [str(places.manifest_path(tmp_path, step)) for step in places.manifests(tmp_path)]
+    assert sorted(saved) == sorted(there)
 
 
 def test_two_runs_do_not_write_into_one_folder(pools, tmp_path):

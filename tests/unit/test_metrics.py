@@ -36,7 +36,7 @@ def write_run(folder):
     )
     log.emit("step", step=3, loss={"lm loss": float("nan")}, seconds=0.25, tokens=1000)
     path = "save/manifests/step_00000003.json"
-    log.emit("checkpoint_saved", step=3, path=path, seconds=2.0, stall_seconds=0.01, bytes=500)
+    log.emit("checkpoint_saved", step=5, path=path, seconds=2.0, stall_seconds=0.01, bytes=500)
     log.emit("checkpoint_failed", step=3, path=path, why="rank 1: disk full")
     return log
 

@@ -119,6 +119,11 @@ class Saver:
         save.stall_seconds = time.perf_counter() - begun
         return ended
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether `before_update` has a copy to wait for."""
+        return self._copying is not None
+
     def before_update(self) -> None:
         """Waits until the copy of a save is complete: the optimizer is about to step.
 
