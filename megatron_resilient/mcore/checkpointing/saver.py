@@ -231,9 +231,23 @@ class Saver:
         self._copies.shutdown(wait=True)
         self._commits.close()
         for save in self._pending:
-            if save.folder:  # else it was not planned yet, and nobody knows of it
+            if not save.folder:  # it was not planned yet, and nobody knows of it
+                continue
+            if self._is_there(save):
+                assert save.buffer is not None
+                self._storage.durable(save.step, save.buffer, dict(save.files))
+            else:
                 self._storage.give_up(save.step, save.buffer, save.job)
         self._pending.clear()
+
+    def _is_there(self, save: Save) -> bool:
+        """Whether a save is visible: rank 0 may have got so far, and nobody have heard of it."""
+        try:
+            path = places.manifest_path(self._storage.directory, save.step)
+            files = places.read_manifest(path).files
+        except CheckpointError:
+            return False
+        return any(file.path.startswith(f"{save.folder}/") for file in files)
 
     def _wait(self) -> list[Saved]:
         self.before_update()
