@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_resilient.algorithms.cost_model import LinearCost, Profile
+from megatron_resilient.algorithms.cost_model import Profile
 from megatron_resilient.algorithms.layer_schedule import LayerSchedule, schedule_layers
 from megatron_resilient.algorithms.linear_fit import fit_linear
 from megatron_resilient.algorithms.stage_costs import LayerWork
@@ -134,11 +134,9 @@ def profile(layer: Layer) -> Profile:
             taken = milliseconds(layer.device, run, REPETITIONS)
             samples.setdefault(name, []).append((units, taken))
     fits = {name: fit_linear(*zip(*points, strict=True)) for name, points in samples.items()}
-    lines = {name: line for name, (line, _) in fits.items()}
-    return Profile(
-        **lines,
-        allreduce=LinearCost(0.0, 0.0),
-        quality={name: quality for name, (_, quality) in fits.items()},
+    return Profile.of(
+        {name: line for name, (line, _) in fits.items()},
+        {name: quality for name, (_, quality) in fits.items()},
     )
 
 

@@ -266,9 +266,7 @@ def main() -> None:
         instead={"gemm": probe},
     )
     profiling_seconds = time.monotonic() - start
-    none = LinearCost(0.0, 0.0)
-    lines = {name: measured.lines.get(name, none) for name in Profile.__dataclass_fields__}
-    profile = Profile(**{**lines, "quality": measured.quality})
+    profile = Profile.of(measured.lines, measured.quality)
     draw = random.Random(0)
     results, real = [], []
     for number, case in enumerate(CASES[layout]):

@@ -111,6 +111,18 @@ class Profile:
     gemm: LinearCost
     quality: Mapping[str, FitQuality] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, lines: Mapping[str, LinearCost], quality: Mapping[str, FitQuality]) -> "Profile":
+        """Returns a profile of measured lines; what has none costs nothing."""
+        none = LinearCost(0.0, 0.0)
+        costs = {operation: lines.get(operation, none) for operation in OPERATIONS}
+        return cls(**costs, quality=dict(quality))
+
+    @property
+    def operations(self) -> list[str]:
+        """Those of `OPERATIONS` that cost something, in order."""
+        return [operation for operation in OPERATIONS if self.cost(operation).time_ms(1.0) > 0]
+
     def cost(self, operation: str) -> LinearCost:
         """Returns the cost of one of `OPERATIONS`."""
         assert operation in OPERATIONS, operation

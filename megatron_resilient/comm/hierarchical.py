@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron_resilient.comm import routes
 from megatron_resilient.comm.blocks import arrange, restore
-from megatron_resilient.comm.device import device_of
 from megatron_resilient.comm.exchange import all_to_all
 from megatron_resilient.comm.node_groups import NodeGroups, across
 
@@ -220,19 +219,3 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return ctx.back(gradient), None, None
-
-
-def gather_counts(send_rows: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
-    """Tells every rank who sends how much to whom. Collective: one all-gather.
-
-    Args:
-        send_rows: rows of this rank for each rank of the group.
-        group: between whose ranks.
-
-    Returns:
-        [ranks, ranks]: `counts[s][d]`.
-    """
-    own = torch.tensor(list(send_rows), dtype=torch.int64, device=device_of(group))
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return torch.stack(gathered).cpu().numpy()

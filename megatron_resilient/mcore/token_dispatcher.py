@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilient.algorithms.token_assignment import assign_tokens
+from megatron_resilient.comm.gather_counts import gather_counts
 from megatron_resilient.errors import NonFiniteRouterError
 
 
@@ -49,16 +50,8 @@ def count_tokens(
         NonFiniteRouterError: a router gave NaN or infinite probabilities; on every rank of the
             group, before any token is sent.
     """
-    counts = torch.cat([routing_map_TE.sum(dim=0), (~torch.isfinite(probs_TE)).sum().view(1)]).to(
-        torch.int64
-    )
-    ranks = dist.get_world_size(group)
-    gathered = counts.new_empty(ranks * counts.numel())
-    if ranks > 1:
-        dist.all_gather_into_tensor(gathered, counts, group=group)
-    else:
-        gathered.copy_(counts)
-    table = gathered.view(ranks, -1).cpu().numpy()
+    counts = torch.cat([routing_map_TE.sum(dim=0), (~torch.isfinite(probs_TE)).sum().view(1)])
+    table = gather_counts(counts, group)
     if table[:, -1].any():
         bad = [dist.get_global_rank(group, int(rank)) for rank in np.flatnonzero(table[:, -1])]
         raise NonFiniteRouterError(

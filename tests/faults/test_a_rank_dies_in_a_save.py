@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.telemetry import EVENTS_FILE
 from tests.support.pretrain_pool import TINY, flags, free_port
+from tests.support.processes import until
 from tests.support.telemetry import events_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -31,13 +31,6 @@ def writer_of(process: subprocess.Popen) -> psutil.Process | None:
         if any("writer_process" in word for word in child.cmdline()):
             return child
     return None
-
-
-def wait_until(holds) -> None:
-    end = time.monotonic() + 90
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_rank_0_ends_by_itself(tmp_path):
@@ -66,10 +59,11 @@ def test_rank_0_ends_by_itself(tmp_path):
                     stderr=subprocess.STDOUT,
                 )
             )
-        wait_until(lambda: writer_of(ranks[1]) is not None)
+        until(lambda: writer_of(ranks[1]) is not None, 90)
         os.kill(writer_of(ranks[1]).pid, signal.SIGSTOP)
-        wait_until(
-            lambda: (save / EVENTS_FILE).is_file() and events_of(save, "checkpoint_save_start")
+        until(
+            lambda: (save / EVENTS_FILE).is_file() and events_of(save, "checkpoint_save_start"),
+            90,
         )
         ranks[1].kill()
         assert ranks[0].wait(60) != 0

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_resilient.comm import exchange
-from megatron_resilient.comm.hierarchical import Router, gather_counts
+from megatron_resilient.comm.gather_counts import gather_counts
+from megatron_resilient.comm.hierarchical import Router
 from megatron_resilient.comm.node_groups import NodeGroups
 from megatron_resilient.errors import ConfigError
 

@@ -14,9 +14,9 @@ def gone(pid: int) -> bool:
         return True
 
 
-def until(condition) -> None:
+def until(condition, seconds: float = PATIENCE_SECONDS) -> None:
     """Waits until it holds."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

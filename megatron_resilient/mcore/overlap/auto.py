@@ -22,6 +22,7 @@ from megatron_resilient.algorithms.cost_model import Profile
 from megatron_resilient.algorithms.lanes import lane_records
 from megatron_resilient.algorithms.layer_schedule import LayerSchedule, schedule_layers
 from megatron_resilient.algorithms.pipelining import PhasePlan
+from megatron_resilient.algorithms.stage_costs import LayerWork
 from megatron_resilient.comm.drift import DriftLimits, DriftMonitor
 from megatron_resilient.config import OverlapConfig
 from megatron_resilient.errors import ConfigError
@@ -135,7 +136,7 @@ class AutoOverlap:
         """Has the next step looked at: experts have moved. On all ranks of the stage."""
         self._next = min(self._next, self._step + 1)
 
-    def _plan(self, work: Sequence[Any]) -> bool:
+    def _plan(self, work: Sequence[LayerWork]) -> bool:
         """Plans; returns whether a layer's plan is another one now."""
         schedules = schedule_layers(
             self._profile, work, self._config.overlap_max_degree, uneven=True
@@ -171,8 +172,7 @@ class AutoOverlap:
 
     def _correct(self) -> None:
         """Corrects the costs of operations that take another time than planned. Collective."""
-        operations = list(_operations(self._profile))
-        drifted = self._monitor.drifted(operations, stage_group())
+        drifted = self._monitor.drifted(self._profile.operations, stage_group())
         if not drifted:
             return
         costs = {name: scaled(self._profile.cost(name), ratio) for name, ratio in drifted.items()}
@@ -226,7 +226,7 @@ def _without_parameter_gathers(model: list[nn.Module]) -> Iterator[None]:
 
 
 def _slices(model: list[nn.Module], profile: Profile) -> GradientSlices | None:
-    if profile.allreduce.time_ms(1.0) == 0:
+    if "allreduce" not in profile.operations:
         return None  # there is but one data-parallel rank
     try:
         return GradientSlices(model)
@@ -239,14 +239,6 @@ def _carried_out(layer: MoELayer, own: LayerSchedule, name: str, plan: PhasePlan
     if layer.token_dispatcher.tp_size > 1:
         return PassPlan.planned(plan, own.lanes(backward=name == "backward"))
     return PassPlan(plan.degree, plan.fractions if plan.is_uneven else None, plan.order)
-
-
-def _operations(profile: Profile) -> Sequence[str]:
-    return [
-        name
-        for name in ("a2a", "allgather", "reducescatter", "allreduce", "gemm")
-        if profile.cost(name).time_ms(1.0) > 0
-    ]
 
 
 def _event(layer: MoELayer, name: str, plan: PhasePlan, own: LayerSchedule) -> dict[str, Any]:

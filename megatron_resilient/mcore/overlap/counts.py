@@ -2,11 +2,11 @@
 
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_resilient.comm.gather_counts import gather_counts
 from megatron_resilient.mcore.overlap.plan import LayerOverlap
 
 
@@ -32,20 +32,8 @@ def _preprocess(
     """
     group = dispatcher.tp_ep_group
     if overlap.rows_DS is None:
-        overlap.rows_DS = _gather(routing_map_TS.sum(dim=0), group)
+        overlap.rows_DS = gather_counts(routing_map_TS.sum(dim=0), group)
     rows_DS = overlap.rows_DS
     dispatcher.num_out_tokens = int(rows_DS[dist.get_rank(group)].sum())
     first, last = dispatcher.local_expert_indices[0], dispatcher.local_expert_indices[-1]
     return torch.from_numpy(rows_DS[:, first : last + 1].sum(axis=0))
-
-
-def _gather(rows_S: torch.Tensor, group: dist.ProcessGroup) -> np.ndarray:
-    own = rows_S.to(torch.int64)
-    ranks = dist.get_world_size(group)
-    gathered = own.new_empty(ranks * own.numel())
-    if ranks > 1:
-        dist.all_gather_into_tensor(gathered, own, group=group)
-    else:
-        gathered.copy_(own)
-    counts: np.ndarray = gathered.view(ranks, -1).cpu().numpy()
-    return counts

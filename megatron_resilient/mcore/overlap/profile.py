@@ -7,7 +7,6 @@ are those that `units.py` gives to what a pass did.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -89,11 +88,8 @@ def measure_profile(layer: MoELayer, tokens: int, folder: Path | None) -> Measur
 
 def profile_of(measured: Measured) -> Profile:
     """Returns the planner's form; what this job does not have costs nothing."""
-    none = LinearCost(0.0, 0.0)
     lines = {name: LinearCost(line.alpha_ms, line.beta) for name, line in measured.lines.items()}
-    costs = {name: lines.get(name, none) for name in ("a2a", "allgather", "reducescatter")}
-    costs |= {name: lines.get(name, none) for name in ("allreduce", "gemm")}
-    return Profile(**costs, quality=dict(measured.quality))
+    return Profile.of(lines, measured.quality)
 
 
 def stage_group() -> dist.ProcessGroup:
@@ -131,16 +127,16 @@ def _dispatch_probe(
     group = router.groups.whole
     ranks, rank = group.size(), group.rank()
 
-    def plan(count: int) -> Any:
-        return router.plan(np.full((ranks, ranks), max(1, count // ranks)))
+    def counts(count: int) -> np.ndarray:
+        return np.full((ranks, ranks), max(1, count // ranks))
 
     def units(count: int) -> float:
-        counts = np.full((ranks, ranks), max(1, count // ranks))
-        sent, _ = sent_rows(plan(count), counts, rank, nodes)
+        rows = counts(count)
+        sent, _ = sent_rows(router.plan(rows), rows, rank, nodes)
         return sent * shape.hidden * shape.dtype.itemsize
 
     def make(count: int) -> Callable[[], object]:
-        planned = plan(count)
+        planned = router.plan(counts(count))
         rows = _rows(shape, ranks * max(1, count // ranks), device_of(group))
         return lambda: planned.forward(rows)
 
