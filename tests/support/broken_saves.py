@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 
 from megatron_resilient.checkpoint.writer import Writer
 
@@ -21,14 +22,21 @@ def break_saves(rank, how):
         what = how.get(str(job.job)) if int(os.environ["RANK"]) == rank else None
         if what == "gone":
             shutil.rmtree((job.root / job.files[0].path).parent)
+        if what != "killed":
+            _write(self, job)
+            return
+        _until(lambda: self.pid is not None)
+        os.kill(self.pid, signal.SIGSTOP)  # else it may be done before it is killed
         _write(self, job)
-        if what == "killed":
-            while self.busy:
-                if self.pid is not None:
-                    os.kill(self.pid, signal.SIGKILL)
-                    return
+        _until(lambda: self._worker.has_job)
+        os.kill(self.pid, signal.SIGKILL)
 
     Writer.write = write
+
+
+def _until(is_so):
+    while not is_so():
+        time.sleep(0.001)
 
 
 def mend_saves():
