@@ -16,7 +16,7 @@ PARALLEL_TEST_DIRS := $(addprefix tests/,faults unit)
 # The programs among the files there, which have flags.
 BENCHMARKS = $(shell grep -l 'ArgumentParser(' benchmarks/*.py)
 
-.PHONY: help venv install demo test test-fast lint bench soak clean
+.PHONY: help venv install demo test test-fast lint bench figures soak clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ lint: $(STAMP)  ## check style, types, layers, patches and scripts
 
 bench: $(STAMP)  ## run the benchmarks, each against a peer in the same run
 	for benchmark in $(BENCHMARKS); do $(BIN)/python "$$benchmark"; done
+
+figures: $(STAMP)  ## make the papers' figures and tables again, and docs/figures.md of them
+	$(BIN)/python tools/reproduce/book.py
 
 # What it takes: make soak MINUTES=5 SEED=2
 MINUTES := 30

@@ -1,0 +1,55 @@
+"""Figures of the papers: what a row must say, and the page that is made of them."""
+
+import pytest
+
+from tools.reproduce import book, figure
+from tools.reproduce.figure import ROOT, Compared, Figure
+
+PAGE = ROOT / "docs" / "figures.md"
+
+
+def test_a_difference_of_more_than_a_tenth_needs_a_reason():
+    with pytest.raises(ValueError, match=r"speed: 2 here, 1\.0 in the paper: say why they differ"):
+        Compared("speed", 1.0, 2.0, "computed")
+    assert Compared("speed", 1.0, 2.0, "computed", "another machine").difference == 1.0
+    assert Compared("speed", 1.0, 1.05, "computed").difference == pytest.approx(0.05)
+    assert Compared("speed", None, 2.0, "computed").difference is None
+    assert Compared("share", 0.0, 0.1, "computed").difference is None
+    with pytest.raises(AssertionError):
+        Compared("speed", None, 2.0, "guessed")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.012345, "0.0123"), (2.0, "2"), (45.26, "45.3"), (12345.6, "12,346")]
+)
+def test_numbers_have_three_digits(value, text):
+    assert figure.number(value) == text
+
+
+def test_what_is_published_is_on_the_page(tmp_path, capsys, monkeypatch):
+    (tmp_path / "one.png").write_bytes(b"")
+    rows = (
+        Compared("time in s", 2.0, 3.0, "simulated", "no trace is public"),
+        Compared("share", None, 0.5, "measured"),
+    )
+    one = Figure("lazarus_one", "Table 9", "Nine.", rows, ("A note.",), ("one.png",))
+    figure.publish(tmp_path, one)
+    assert Figure.read(tmp_path / "lazarus_one.json") == one
+    out = capsys.readouterr().out
+    assert "no trace is public" in out
+    assert "+50.0%" in out
+    monkeypatch.setattr(book, "programs", lambda: {"lazarus": ["lazarus_one"], "moc": []})
+    text = book.page(tmp_path)
+    assert "| time in s | 2 | 3 | +50.0% | simulated |" in text
+    assert "| share | - | 0.5 | - | measured |" in text
+    assert "- no trace is public\n- A note.\n" in text
+    assert "![Table 9](figures/one.png)" in text
+
+
+def test_the_page_has_every_program_and_its_pictures():
+    text = PAGE.read_text(encoding="utf-8")
+    for names in book.programs().values():
+        for name in names:
+            assert f"`.venv/bin/python tools/reproduce/{name}.py`" in text, name
+    pictures = {path.name for path in (ROOT / "docs" / "figures").iterdir()}
+    assert pictures == {part.split(")")[0] for part in text.split("](figures/")[1:]}
