@@ -127,9 +127,8 @@ class AutoOverlap:
             self._correct()
         changed = self._plan([own.work for own in times])
         if changed and write is not None:
-            for layer, own in zip(self._layers, self._schedules, strict=True):
-                for name, plan in (("forward", own.forward), ("backward", own.backward)):
-                    write("schedule", **_event(layer, name, plan, own))
+            for one in self._passes(self._schedules):
+                write("schedule", **_event(*one))
         self._next = self._step + (1 if changed else self._config.overlap_interval)
 
     def soon(self) -> None:
@@ -142,11 +141,10 @@ class AutoOverlap:
             self._profile, work, self._config.overlap_max_degree, uneven=True
         )
         changed = False
-        for layer, own in zip(self._layers, schedules, strict=True):
-            for name, plan in (("forward", own.forward), ("backward", own.backward)):
-                wanted = _carried_out(layer, own, name, plan)
-                changed |= wanted != getattr(layer.overlap, name)
-                setattr(layer.overlap, name, wanted)
+        for layer, own, name, plan in self._passes(schedules):
+            wanted = _carried_out(layer, own, name, plan)
+            changed |= wanted != getattr(layer.overlap, name)
+            setattr(layer.overlap, name, wanted)
         if self._slices is not None:
             changed |= self._set_windows(self._slices, schedules)
         is_first, self._schedules = not self._schedules, schedules
@@ -196,16 +194,27 @@ class AutoOverlap:
             return
         # Of several microbatches the last: its backward pass has the gradients' windows.
         last = {(own.layer, own.name): own for own in passes}
-        for layer, own, took in zip(self._layers, self._schedules, times, strict=True):
-            for name, plan in (("forward", own.forward), ("backward", own.backward)):
-                measured = last.get((layer.layer_number, name))
-                if measured is not None:
-                    write(
-                        "schedule",
-                        **_event(layer, name, plan, own),
-                        measured_seconds=took.pass_seconds[name],
-                        measured=records(measured),
-                    )
+        took = {
+            layer.layer_number: own.pass_seconds
+            for layer, own in zip(self._layers, times, strict=True)
+        }
+        for layer, own, name, plan in self._passes(self._schedules):
+            number = layer.layer_number
+            if (number, name) in last:
+                write(
+                    "schedule",
+                    **_event(layer, own, name, plan),
+                    measured_seconds=took[number][name],
+                    measured=records(last[number, name]),
+                )
+
+    def _passes(
+        self, schedules: Sequence[LayerSchedule]
+    ) -> Iterator[tuple[MoELayer, LayerSchedule, str, PhasePlan]]:
+        """Yields layer, its schedule, the pass's name and plan: two for each layer."""
+        for layer, own in zip(self._layers, schedules, strict=True):
+            yield layer, own, "forward", own.forward
+            yield layer, own, "backward", own.backward
 
 
 @contextmanager
@@ -241,7 +250,7 @@ def _carried_out(layer: MoELayer, own: LayerSchedule, name: str, plan: PhasePlan
     return PassPlan(plan.degree, plan.fractions if plan.is_uneven else None, plan.order)
 
 
-def _event(layer: MoELayer, name: str, plan: PhasePlan, own: LayerSchedule) -> dict[str, Any]:
+def _event(layer: MoELayer, own: LayerSchedule, name: str, plan: PhasePlan) -> dict[str, Any]:
     backward = name == "backward"
     return {
         "layer": layer.layer_number,
