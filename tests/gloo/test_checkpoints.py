@@ -2,30 +2,21 @@
 
 import pytest
 
+from tests.support.layouts import DISTOPT, EP2, EP4, PP2, RESHARDABLE, TP2
 from tests.support.pretrain_pool import TINY
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 SAVED, END = 3, 6
 MODEL = TINY | {"lr": 3e-3, "save_interval": SAVED}
-DISTOPT = {"use_distributed_optimizer": True}
-RESHARDABLE = DISTOPT | {"dist_ckpt_optim_fully_reshardable": True}
-EP2 = {"expert_model_parallel_size": 2}
-EP4 = {"expert_model_parallel_size": 4}
-TP2_PP2_EP2 = EP2 | {
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-}
 # The checkpoint's train-iters are fewer.
 LONGER = {"override_opt_param_scheduler": True}
 LAYOUTS = {
     "EP2": EP2,
     "EP2 distopt": EP2 | DISTOPT,
     "EP2 reshardable": EP2 | RESHARDABLE,
-    "TP2 PP2 EP2": TP2_PP2_EP2,
-    "TP2 PP2 EP2 distopt": TP2_PP2_EP2 | DISTOPT,
+    "TP2 PP2 EP2": TP2 | PP2 | EP2,
+    "TP2 PP2 EP2 distopt": TP2 | PP2 | EP2 | DISTOPT,
     "EP4 bf16 distopt": EP4 | DISTOPT | {"bf16": True},
     # EP2 on four ranks: each stream is drawn from by two data-parallel ranks.
     "EP2 dropout": EP2 | {"attention_dropout": 0.1, "hidden_dropout": 0.1},

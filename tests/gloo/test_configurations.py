@@ -9,23 +9,12 @@ import json
 
 import pytest
 
+from tests.support.layouts import DISTOPT, EP2, EP4, ETP2, PP2, TP2, VPP2
+from tests.support.layouts import DISTOPT_OVERLAPPED as OVERLAPPED
 from tests.support.pretrain_pool import TINY
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-EP2 = {"expert_model_parallel_size": 2}
-EP4 = {"expert_model_parallel_size": 4}
-TP2 = {
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-}
-PP2 = {"pipeline_model_parallel_size": 2}
-# Two chunks of one layer each on both stages.
-VPP2 = PP2 | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
-ETP2 = TP2 | {"expert_tensor_parallel_size": 2}
-DISTOPT = {"use_distributed_optimizer": True}
-OVERLAP = DISTOPT | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 BF16 = {"bf16": True}
 SHARED = {"moe_shared_expert_intermediate_size": 128}
@@ -38,7 +27,7 @@ PAIRS = {
     "TP2 EP4 allgather": (TP2 | EP4, ALLGATHER),
     "PP2 EP2 distopt": (PP2 | EP2, DISTOPT),
     "TP2 PP2 EP2 distopt": (TP2 | PP2 | EP2, DISTOPT),
-    "VPP2 EP2 overlap": (VPP2 | EP2, OVERLAP),
+    "VPP2 EP2 overlap": (VPP2 | EP2, OVERLAPPED),
     "ETP2 TP2 EP2 allgather": (ETP2 | EP2, ALLGATHER),
     "spec": (EP2, SPEC),
     "bf16 1F1B overlap": (EP4 | BF16, {"overlap_moe_expert_parallel_comm": True}),
@@ -123,7 +112,7 @@ def test_losses_are_bitwise_equal(runs, name):
 
 
 def test_two_data_parallel_ranks_and_their_optimizers_are_bitwise_equal(runs):
-    plain, *others = [runs(EP2 | optimizer, world=2) for optimizer in ({}, DISTOPT, OVERLAP)]
+    plain, *others = [runs(EP2 | optimizer, world=2) for optimizer in ({}, DISTOPT, OVERLAPPED)]
     assert [other.losses for other in others] == [plain.losses] * 2
 
 
@@ -138,7 +127,7 @@ def test_shared_experts_and_their_overlap(runs):
 @pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
 def test_four_data_parallel_ranks_and_their_optimizers(runs, name):
     layout = LAYOUTS_OF_FOUR[name]
-    plain, distopt, overlap = [runs(layout | change) for change in ({}, DISTOPT, OVERLAP)]
+    plain, distopt, overlap = [runs(layout | change) for change in ({}, DISTOPT, OVERLAPPED)]
     assert overlap.losses == distopt.losses
     assert distopt.losses == pytest.approx(plain.losses, rel=1e-6)
     assert distopt.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)

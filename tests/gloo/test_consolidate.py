@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,20 @@ import pytest
 from megatron_resilient import cli
 from megatron_resilient.mcore.checkpointing.consolidation_ranks import ranks_of
 from tests.gloo.test_expert_checkpoints import (
-    DISTOPT,
     END,
-    EP2,
-    EP4,
     MODEL,
     PARTIAL,
-    PP2,
     REPLICAS,
     SAVED,
-    TP2,
     expert_file,
     flip,
     manifest,
 )
+from tests.support.layouts import DISTOPT, EP2, EP4, PP2, TP2, VPP2
+from tests.support.processes import until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-VPP2 = PP2 | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
 TIED = {"untie_embeddings_and_output_weights": False}
 LAYOUTS = {
     "EP4 shared expert": EP4 | {"moe_shared_expert_intermediate_size": 64},
@@ -85,11 +80,11 @@ def test_the_command_killed_and_run_again(pools, tmp_path):
 
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     staged = tmp_path / ".out.consolidating"
-    wait_until(lambda: any(staged.glob("iter_*")) or first.poll() is not None)
+    until(lambda: any(staged.glob("iter_*")) or first.poll() is not None, seconds=120)
     assert first.poll() is None
     first.kill()
     first.wait()
-    wait_until(lambda: not processes_that_name(staged))
+    until(lambda: not processes_that_name(staged), seconds=120)
     assert not out.exists()
     assert not (staged / "latest_checkpointed_iteration.txt").exists()
 
@@ -118,13 +113,6 @@ def test_the_command_killed_and_run_again(pools, tmp_path):
     assert f"step_{END:08d}.json" in third.stderr
     assert third.stderr.count("\n") == 1
     assert not list(tmp_path.glob("*other*"))
-
-
-def wait_until(true, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def processes_that_name(path) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint.lock import RunLock
+from tests.support.layouts import DISTOPT, EP2, EP4, ETP2, PP2, TP2, VPP2
 from tests.support.pretrain_pool import TINY
 from tests.support.telemetry import events_of
 
@@ -17,15 +18,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 SAVED, END = 3, 6
 FORMAT = {"resilient_checkpoint_format": "experts", "resilient_checkpoint_keep": 0}
 MODEL = TINY | FORMAT | {"lr": 3e-3, "save_interval": SAVED, "train_iters": END}
-DISTOPT = {"use_distributed_optimizer": True}
-EP2 = {"expert_model_parallel_size": 2}
-EP4 = {"expert_model_parallel_size": 4}
-TP2 = {
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-}
-PP2 = {"pipeline_model_parallel_size": 2}
 # A window of loads ends with the save: the resumed run plans from the same ones.
 REPLICAS = {
     "resilient_slots_per_rank": 4,
@@ -38,8 +30,8 @@ LAYOUTS = {
     "EP4 replicas": EP4 | REPLICAS,
     "EP4 replicas distopt bf16": EP4 | REPLICAS | DISTOPT | {"bf16": True},
     "EP2 TP2 PP2 distopt": EP2 | TP2 | PP2 | DISTOPT,
-    "EP2 TP2 as experts": EP2 | TP2 | {"expert_tensor_parallel_size": 2},
-    "EP2 VPP2": EP2 | PP2 | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+    "EP2 TP2 as experts": EP2 | ETP2,
+    "EP2 VPP2": EP2 | VPP2,
     "EP4 dropout": EP4 | {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     # A buffer that changes before the optimizer steps, when a copy may not be complete.
     "EP4 expert bias": EP4

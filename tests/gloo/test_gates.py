@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_resilient.config import GATES
+from tests.support.layouts import EP2, EP4, TP2
 from tests.support.pretrain_pool import TINY
 from tests.support.telemetry import events_of
 
@@ -11,13 +12,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 PROBE = "tests.support.gate_probe"
 OURS = tuple(gate for gate in GATES if gate != "megatron")
 LOOKAHEAD = ("expert-choice", "soft")
-EP4 = {"expert_model_parallel_size": 4}
-TP2 = {
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-    "expert_model_parallel_size": 2,
-}
 REPLICAS = {"resilient_slots_per_rank": 4, "resilient_ranks_per_node": 1}
 RUN = TINY | {"num_layers": 1, "lr": 3e-3, "train_iters": 6, "inspect": f"{PROBE}:router_weights"}
 
@@ -68,7 +62,7 @@ def test_a_gate_is_the_same_in_every_layout_and_with_replicas(pools):
 
 
 def test_tensor_parallel_ranks_keep_the_same_gate(pools):
-    run = RUN | TP2 | {"train_iters": 3}
+    run = RUN | TP2 | EP2 | {"train_iters": 3}
     for gate in ("gshard", "soft"):
         result = pools.plugin.run(**run, **flags(gate)).ok()
         assert result.losses[-1] < result.losses[0]

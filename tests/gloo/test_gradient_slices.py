@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.gloo.test_replicas import EP2, EP4, FREE, PP2, REPLICAS, SIX_SLOTS, TP2, relative
+from tests.gloo.test_replicas import FREE, SIX_SLOTS, relative
+from tests.support.layouts import DISTOPT, EP2, EP4, MOVING_REPLICAS, PP2, TP2
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROBE = "tests.support.slices_probe"
-DISTOPT = {"use_distributed_optimizer": True}
 # Neither a whole layer nor a whole buffer: slices are cut, and something is left.
 SOME = {"in_moe": 50_000, "beside_dense": 30_000}
 ALL = {"in_moe": 1 << 30}
@@ -37,7 +37,7 @@ CASES = {
         True,
     ),
     "EP2 DP2": (EP2, ALL, False),
-    "EP4 distopt, replicas": (EP4 | DISTOPT | REPLICAS, SOME, False),
+    "EP4 distopt, replicas": (EP4 | DISTOPT | MOVING_REPLICAS, SOME, False),
     "TP2 EP2, loss per token": (TP2 | EP2 | {"calculate_per_token_loss": True}, SOME, True),
     "VPP2 EP2, six slots": (
         PP2 | EP2 | SIX_SLOTS | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
@@ -78,7 +78,7 @@ def test_training_is_that_without_slices(pools, probe, name, tmp_path):
 
 
 def test_replicas_can_be_summed_in_the_windows(pools, probe, tmp_path):
-    run = FREE | EP4 | REPLICAS | {"num_layers": 3, "seq_length": 32, "train_iters": 6}
+    run = FREE | EP4 | MOVING_REPLICAS | {"num_layers": 3, "seq_length": 32, "train_iters": 6}
     run |= {"resilient_run_dir": str(tmp_path), "inspect": "tests.support.replica_probe:early_sums"}
     pools.plugin.call("tests.support.replica_probe:sum_replicas")  # a bucket for each layer
     try:

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.gloo.test_expert_checkpoints import END, EP2, EP4, FORMAT, MODEL, SAVED
+from tests.gloo.test_expert_checkpoints import END, FORMAT, MODEL, SAVED
+from tests.support.layouts import EP2, EP4
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

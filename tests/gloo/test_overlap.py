@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.layouts import DISTOPT_OVERLAPPED, EP2, EP4, ETP2, MOVING_REPLICAS
 from tests.support.pretrain_pool import TINY
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -121,21 +122,6 @@ def test_an_error_in_an_expert_is_that_ranks_own(pools, during):
     assert all(found[rank][0] == "RuntimeError" for rank in (0, 1, 3))
 
 
-EP4 = {"expert_model_parallel_size": 4}
-EP2 = {"expert_model_parallel_size": 2}
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-DISTOPT = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
-REPLICAS = {
-    "resilient_slots_per_rank": 4,
-    "resilient_ranks_per_node": 1,
-    "resilient_rebalance_interval": 5,
-    "resilient_rebalance_threshold": 0,
-    "resilient_check_replicas_interval": 5,
-}
 SHARED = {"moe_shared_expert_intermediate_size": 64}
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -144,7 +130,7 @@ RECOMPUTE = {
 }
 RECOMPUTE_MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 # One microbatch of four ranks; slow, because a token that rounding routes otherwise changes losses.
-ETP2 = EP2 | TP2 | {"expert_tensor_parallel_size": 2, "global_batch_size": 4}
+EP2_ETP2 = EP2 | ETP2 | {"global_batch_size": 4}
 SLOW = {"lr": 1e-4, "min_lr": 1e-5}
 FREE = TINY | {"moe_aux_loss_coeff": 0, "lr": 3e-3, "global_batch_size": 8}
 
@@ -161,17 +147,17 @@ def overlap(forward, backward, dispatch="direct", order="gather-first"):
 # Flags of both runs, and those of ours; steps.
 TRAINED = {
     "EP4, uncut": (EP4, overlap(1, 1), 20),
-    "EP4, distributed optimizer": (EP4 | DISTOPT, overlap(2, 3), 50),
+    "EP4, distributed optimizer": (EP4 | DISTOPT_OVERLAPPED, overlap(2, 3), 50),
     "EP2 ETP2, shared experts": (
-        ETP2 | SHARED | SLOW,
+        EP2_ETP2 | SHARED | SLOW,
         overlap(4, 2, order="scatter-first"),
         20,
     ),
-    "replicas, 2d": (EP4, REPLICAS | overlap(4, 2, "2d"), 50),
+    "replicas, 2d": (EP4, MOVING_REPLICAS | overlap(4, 2, "2d"), 50),
     "2d, no chunks": (EP4, {"resilient_dispatch": "2d"}, 10),
     "EP2 ETP2, replicas": (
-        ETP2 | SLOW,
-        REPLICAS | {"resilient_slots_per_rank": 6} | overlap(2, 3),
+        EP2_ETP2 | SLOW,
+        MOVING_REPLICAS | {"resilient_slots_per_rank": 6} | overlap(2, 3),
         10,
     ),
     "PP2 EP2, 1d, auxiliary loss": (

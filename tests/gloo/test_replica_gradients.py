@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.gloo.test_replicas import DISTOPT, EP2, EP4, FREE, PP2, PROBE, REPLICAS, SIX_SLOTS
+from tests.gloo.test_replicas import FREE, PROBE, SIX_SLOTS
+from tests.support.layouts import DISTOPT_OVERLAPPED, EP2, EP4, MOVING_REPLICAS, PP2, RESHARDABLE
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-SHORT = FREE | REPLICAS | {"train_iters": 3, "resilient_rebalance_interval": 2}
+SHORT = FREE | MOVING_REPLICAS | {"train_iters": 3, "resilient_rebalance_interval": 2}
 # With three ranks Megatron scales gradients by a third: scaled and summed, or summed and scaled, is
 # not the same in every bit.
 EP3 = {"expert_model_parallel_size": 3, "world": 3}
@@ -14,7 +15,10 @@ EP3 = {"expert_model_parallel_size": 3, "world": 3}
 CASES = {
     # Twelve slots on three ranks, two microbatches a rank; the layer whose experts complete
     # Megatron's bucket is scaled before it is summed, the other one later.
-    "accumulation, distopt": (EP3 | DISTOPT | {"global_batch_size": 6, "clip_grad": 0.1}, 2),
+    "accumulation, distopt": (
+        EP3 | RESHARDABLE | DISTOPT_OVERLAPPED | {"global_batch_size": 6, "clip_grad": 0.1},
+        2,
+    ),
     "empty microbatches, recompute": (
         EP3
         | {

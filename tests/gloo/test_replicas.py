@@ -2,6 +2,17 @@
 
 import pytest
 
+from tests.support.layouts import (
+    DISTOPT_OVERLAPPED,
+    EP2,
+    EP4,
+    ETP2,
+    MOVING_REPLICAS,
+    PP2,
+    RESHARDABLE,
+    TP2,
+    VPP2,
+)
 from tests.support.pretrain_pool import TINY
 from tests.support.telemetry import events_of
 
@@ -9,57 +20,35 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROBE = "tests.support.replica_probe"
 WEIGHTS = f"{PROBE}:logical_weights"
-EP2 = {"expert_model_parallel_size": 2}
-EP4 = {"expert_model_parallel_size": 4}
-TP2 = {
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-}
-PP2 = {"pipeline_model_parallel_size": 2}
-DISTOPT = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "dist_ckpt_optim_fully_reshardable": True,
-}
-# Moves experts every five steps whether it pays or not, and compares replicas bit by bit.
-REPLICAS = {
-    "resilient_slots_per_rank": 4,
-    "resilient_ranks_per_node": 1,
-    "resilient_rebalance_interval": 5,
-    "resilient_rebalance_threshold": 0,
-    "resilient_check_replicas_interval": 5,
-}
-SIX_SLOTS = REPLICAS | {"resilient_slots_per_rank": 6}
+SIX_SLOTS = MOVING_REPLICAS | {"resilient_slots_per_rank": 6}
 # No auxiliary loss: routers may become as lopsided as they like.
 FREE = TINY | {"moe_aux_loss_coeff": 0, "lr": 3e-3}
 
 CASES = {
-    "EP4": (EP4, REPLICAS),
-    "EP4 distopt": (EP4 | DISTOPT, REPLICAS),
+    "EP4": (EP4, MOVING_REPLICAS),
+    "EP4 distopt": (EP4 | RESHARDABLE | DISTOPT_OVERLAPPED, MOVING_REPLICAS),
     "EP2": (EP2, SIX_SLOTS),
     "TP2 EP2": (TP2 | EP2, SIX_SLOTS),
-    "TP2 EP4": (TP2 | EP4, REPLICAS),
-    "TP2 EP2 ETP2": (TP2 | EP2 | {"expert_tensor_parallel_size": 2}, SIX_SLOTS),
+    "TP2 EP4": (TP2 | EP4, MOVING_REPLICAS),
+    "TP2 EP2 ETP2": (ETP2 | EP2, SIX_SLOTS),
     "PP2 EP2": (PP2 | EP2, SIX_SLOTS),
-    "PP2 EP2 distopt": (PP2 | EP2 | DISTOPT, SIX_SLOTS),
+    "PP2 EP2 distopt": (PP2 | EP2 | RESHARDABLE | DISTOPT_OVERLAPPED, SIX_SLOTS),
     "VPP2 EP2": (
-        PP2 | EP2 | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+        VPP2 | EP2,
         SIX_SLOTS,
     ),
     "clipping, accumulation, loss per token": (
         EP4 | {"clip_grad": 0.1, "global_batch_size": 8, "calculate_per_token_loss": True},
-        REPLICAS,
+        MOVING_REPLICAS,
     ),
     "auxiliary losses": (
         EP4 | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
-        REPLICAS,
+        MOVING_REPLICAS,
     ),
-    "allgather": (EP4 | {"moe_token_dispatcher_type": "allgather"}, REPLICAS),
+    "allgather": (EP4 | {"moe_token_dispatcher_type": "allgather"}, MOVING_REPLICAS),
     "shared experts": (
         EP4 | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
-        REPLICAS,
+        MOVING_REPLICAS,
     ),
     "recompute": (
         EP4
@@ -68,9 +57,9 @@ CASES = {
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },
-        REPLICAS,
+        MOVING_REPLICAS,
     ),
-    "top 8": (EP4 | {"moe_router_topk": 8}, REPLICAS),
+    "top 8": (EP4 | {"moe_router_topk": 8}, MOVING_REPLICAS),
 }
 
 FIFTY_STEPS = ("EP4", "EP4 distopt", "EP2", "TP2 EP2", "PP2 EP2", "PP2 EP2 distopt", "VPP2 EP2")
@@ -117,13 +106,13 @@ def test_bf16_differs_by_rounding_only(pools, tmp_path):
     run = FREE | EP4 | {"train_iters": 30, "resilient_run_dir": str(tmp_path)}
     exact = pools.plugin.run(**run).ok()
     stock = pools.plugin.run(**run, bf16=True).ok()
-    ours = pools.plugin.run(**run, **REPLICAS, bf16=True).ok()
+    ours = pools.plugin.run(**run, **MOVING_REPLICAS, bf16=True).ok()
     rounding = relative(stock.losses, exact.losses)
     assert 0 < relative(ours.losses, stock.losses) < 2 * rounding
 
 
 def test_one_forward_one_backward_overlap(pools, tmp_path):
-    run = FREE | EP4 | REPLICAS | {"bf16": True, "resilient_run_dir": str(tmp_path)}
+    run = FREE | EP4 | MOVING_REPLICAS | {"bf16": True, "resilient_run_dir": str(tmp_path)}
     plain = pools.plugin.run(**run).ok()
     overlapped = pools.plugin.run(**run, overlap_moe_expert_parallel_comm=True).ok()
     assert overlapped.numbers == plain.numbers
@@ -136,7 +125,7 @@ def test_one_forward_one_backward_overlap(pools, tmp_path):
 def test_experts_need_not_divide_among_ranks(pools, tmp_path, experts, flags):
     slots = {"resilient_slots_per_rank": flags.pop("slots", 4)}
     run = FREE | EP4 | flags | {"num_experts": experts, "resilient_run_dir": str(tmp_path)}
-    ours = pools.plugin.run(**(run | REPLICAS | slots)).ok()
+    ours = pools.plugin.run(**(run | MOVING_REPLICAS | slots)).ok()
     alone = pools.plugin.run(**(run | {"expert_model_parallel_size": 1})).ok()
     assert ours.losses[-1] < ours.losses[0]
     # The initial weights of experts depend on EP, those of all else do not.
@@ -196,7 +185,7 @@ def test_any_dispatcher_sees_slots_as_experts(pools):
 
 
 def test_a_replica_that_differs_is_named(pools, tmp_path):
-    run = FREE | EP4 | REPLICAS | {"train_iters": 2, "resilient_run_dir": str(tmp_path)}
+    run = FREE | EP4 | MOVING_REPLICAS | {"train_iters": 2, "resilient_run_dir": str(tmp_path)}
     result = pools.plugin.run(**run, inspect=f"{PROBE}:corrupt_a_replica").ok()
     for (layer, expert), said in result.inspected:
         assert said.startswith(f"layer {layer}, expert {expert}: replicas differ between ranks")
@@ -204,7 +193,7 @@ def test_a_replica_that_differs_is_named(pools, tmp_path):
 
 
 def test_a_resumed_run_has_the_placement_of_the_saved_one(pools, tmp_path):
-    run = FREE | EP4 | REPLICAS | {"resilient_run_dir": str(tmp_path / "run")}
+    run = FREE | EP4 | MOVING_REPLICAS | {"resilient_run_dir": str(tmp_path / "run")}
     whole = pools.plugin.run(**run).ok().numbers
     folder = str(tmp_path / "checkpoints")
     pools.plugin.run(**run, save=folder, save_interval=5, exit_interval=5)
@@ -220,8 +209,8 @@ def test_a_resumed_run_has_the_placement_of_the_saved_one(pools, tmp_path):
 def test_checkpoints_are_stocks_both_ways(pools, tmp_path, optimizer):
     base = FREE | {"resilient_run_dir": str(tmp_path / "run")}
     if optimizer == "distributed":
-        base |= DISTOPT
-    often = REPLICAS | {"resilient_rebalance_interval": 2}
+        base |= RESHARDABLE | DISTOPT_OVERLAPPED
+    often = MOVING_REPLICAS | {"resilient_rebalance_interval": 2}
     whole = pools.plugin.run(**base, **EP4).ok().losses
     for name, flags in {"replicas": often, "stock": {}}.items():
         folder = str(tmp_path / name)
