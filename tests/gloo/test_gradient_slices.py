@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gloo.test_replicas import FREE, SIX_SLOTS, relative
-from tests.support.layouts import DISTOPT, EP2, EP4, MOVING_REPLICAS, PP2, TP2
+from tests.support.layouts import DISTOPT, EP2, EP4, MOVING_REPLICAS, TP2, VPP2
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -40,7 +40,7 @@ CASES = {
     "EP4 distopt, replicas": (EP4 | DISTOPT | MOVING_REPLICAS, SOME, False),
     "TP2 EP2, loss per token": (TP2 | EP2 | {"calculate_per_token_loss": True}, SOME, True),
     "VPP2 EP2, six slots": (
-        PP2 | EP2 | SIX_SLOTS | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+        VPP2 | EP2 | SIX_SLOTS,
         SOME,
         True,
     ),

@@ -3,7 +3,14 @@
 import pytest
 
 from tests.gloo.test_replicas import FREE, PROBE, SIX_SLOTS
-from tests.support.layouts import DISTOPT_OVERLAPPED, EP2, EP4, MOVING_REPLICAS, PP2, RESHARDABLE
+from tests.support.layouts import (
+    DISTOPT_OVERLAPPED,
+    EP2,
+    EP4,
+    MOVING_REPLICAS,
+    RESHARDABLE,
+    VPP2,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -31,10 +38,7 @@ CASES = {
         2,
     ),
     "VPP2": (
-        PP2
-        | EP2
-        | SIX_SLOTS
-        | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1, "train_iters": 3},
+        VPP2 | EP2 | SIX_SLOTS | {"train_iters": 3},
         2,
     ),
     "experts without tokens": (

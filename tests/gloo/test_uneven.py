@@ -8,19 +8,13 @@ import re
 
 import pytest
 
+from tests.support.layouts import PP2, TP2, VPP2
 from tests.support.pretrain_pool import TINY
 from tests.support.telemetry import events_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROBE = "tests.support.uneven_probe"
-TP2 = {
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-}
-PP2 = {"pipeline_model_parallel_size": 2}
-VPP2 = PP2 | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
