@@ -251,7 +251,7 @@ def layer_times(costs: Sequence[SettingCosts]) -> dict[str, FloatArray]:
     piped = (one_forward + one_backward).min(axis=1) + dense
     times[TUTEL] = piped + reduce
     times[TUTEL_IMPROVED] = piped + np.maximum(reduce - beside, 0)
-    traffic = _one_stream_traffic(backward)
+    traffic = one_stream_traffic(backward)
     windows = [
         Window(tuple(floors), tuple(bases))
         for floors, bases in zip(one_backward.tolist(), traffic.tolist(), strict=True)
@@ -271,7 +271,7 @@ def layer_times(costs: Sequence[SettingCosts]) -> dict[str, FloatArray]:
     return times
 
 
-def _one_stream_traffic(costs: Sequence[StageCosts]) -> FloatArray:
+def one_stream_traffic(costs: Sequence[StageCosts]) -> FloatArray:
     """Returns the time of all communication of a pass by degree, [B, MAX_DEGREE]."""
     stages = (DISPATCH, ALLGATHER, REDUCESCATTER, COMBINE)
     alpha = np.array([[own.alpha_ms[stage] for stage in stages] for own in costs])
