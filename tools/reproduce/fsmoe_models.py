@@ -60,14 +60,16 @@ STAGES, MICROBATCHES = 2, 2
 TABLE_6_MS = {DEEPSPEED: 968.1, FSMOE: 707.7}
 
 WHY_DEEPSPEED = (
-    "DeepSpeed-MoE counts here as a system in which nothing overlaps. In the paper it also has "
-    "slower kernels for routing and for ordering tokens, and slower all-to-alls: no simulation of "
-    "an overlap has these, and so none gives 2 to 3."
+    "DeepSpeed-MoE counts here as a system in which nothing overlaps, with the times of table 2. "
+    "What else it loses in the paper (its own routing, ordering and all-to-alls, say) is not in "
+    "that table; without it nothing gives 2 to 3."
 )
 WHY = (
-    "Gains are about twice the paper's: overlapping streams do not slow each other here, and a "
+    "Gains are larger than the paper's: overlapping streams do not slow each other here, and a "
     "step is its layers alone, without embeddings, output layer, optimizer and host, which dilute "
-    "every ratio. How much each of these matters cannot be told from what is printed."
+    "every ratio (table 6: a fifth of a step). With more tokens our gain over Tutel grows, the "
+    "paper's does not: contention, which grows with what overlaps, would explain that, but cannot "
+    "be told from what is printed."
 )
 WHY_STEP = "Without embeddings, output layer, optimizer and host: see above. The ratio stays."
 NOTES = (

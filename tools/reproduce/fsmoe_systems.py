@@ -62,10 +62,9 @@ def step(system: str, layer: Layer, layers: int) -> Step:
         passes = float(sequential_times([forward, backward]).sum())
         return Step(layers * passes + dense, reduce_ms)
     times = one_stream_times([forward, backward], MAX_DEGREE)
-    if system == NO_IIO:
-        passes = float(times.min(axis=1).sum())
-    else:  # PipeMoE has one degree for both passes
-        passes = float(times.sum(axis=0).min())
+    # PipeMoE has one degree for both passes.
+    least = times.min(axis=1).sum() if system == NO_IIO else times.sum(axis=0).min()
+    passes = float(least)
     if system == TUTEL:
         return Step(layers * passes + dense, reduce_ms)
     window = one_stream_window(backward)
