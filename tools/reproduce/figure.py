@@ -172,7 +172,8 @@ def plot_bars(
         axis.set_xticks(range(len(groups)), groups)
         axis.set_title(title)
     axes[0].set_ylabel(y_label)
-    axes[0].legend()
+    handles, labels = axes[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=3)
     _save(picture, path)
 
 

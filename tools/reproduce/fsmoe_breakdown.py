@@ -113,7 +113,7 @@ def main() -> int:
                 mended.name: predicted(testbed, shape, mended),
             }
             panels[f"{shape.name} on {testbed.name}"] = {
-                label: {
+                "mended" if label == mended.name else label: {
                     kind.replace("ReduceS", "Reduce\nS").replace("All", "All\n"): own
                     for kind, own in heights.items()
                 }

@@ -81,10 +81,10 @@ def main() -> int:
             for number, value in enumerate(values)
         ],
     )
-    bars = {f"{system}, paper's step": own for system, own in paper.items()}
+    bars = {f"paper, {system}": own for system, own in paper.items()}
     plot_bars(
         args.out / "fsmoe_gates.png",
-        {"time over GShard's gate": {**bars, "ours, a layer": layer}},
+        {"time over GShard's gate": {**bars, "ours": layer}},
         "ratio",
         "measured",
     )

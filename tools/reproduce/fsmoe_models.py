@@ -99,7 +99,7 @@ def figure_6() -> tuple[list[Compared], dict[str, dict[str, float]], list[tuple[
     times: list[tuple[object, ...]] = []
     for testbed, shape, tokens, layers in FIGURE_6:
         found = steps(table_layer(testbed, shape, tokens), layers)
-        name = f"{shape.name}\non {testbed.name}"
+        name = f"{shape.name} on {testbed.name}"
         for system, own in found.items():
             ratios[system][name] = own.total / found[FSMOE].total
             times.append((testbed.name, shape.name, system, own.passes, own.exposed))
@@ -210,7 +210,17 @@ def main() -> int:
     )
     plot_bars(
         args.out / "fsmoe_models.png",
-        {"figure 6": {system: ratios[system] for system in PAPER_SYSTEMS}},
+        {
+            f"figure 6, testbed {testbed.name}": {
+                system: {
+                    name.split(" on ")[0]: own
+                    for name, own in ratios[system].items()
+                    if name.endswith(testbed.name)
+                }
+                for system in PAPER_SYSTEMS
+            }
+            for testbed in (TESTBED_A, TESTBED_B)
+        },
         "step time over FSMoE's",
     )
     publish(
