@@ -9,13 +9,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 def test_a_small_profile(tmp_path):
-    told = gloo_ranks.run(
-        "tools.reproduce.fsmoe_ranks:profile",
-        4,
-        tmp_path,
-        budget_seconds=1.0,
-        largest_bytes=1 << 18,
-    )
+    options = {"nodes": (0, 0, 1, 1), "budget_seconds": 1.0, "largest_bytes": 1 << 18}
+    told = gloo_ranks.run("tools.reproduce.fsmoe_ranks:profile", 4, tmp_path, **options)
     assert told[0]["lines"] == told[3]["lines"]
     assert set(told[0]["quality"]) == {"a2a", "allgather", "reducescatter", "allreduce", "gemm"}
 

@@ -92,16 +92,18 @@ def test_fits_recover_what_was_drawn(tmp_path, monkeypatch):
         "measuring_seconds": 2.0,
         "fitting_seconds": 0.001,
     }
-    asked = {}
+    layouts = []
 
-    def run(target, ranks, folder, **options):
-        asked.update(target=target, ranks=ranks, **options)
+    def run(target, ranks, folder, timeout_seconds, nodes, **options):
+        assert target == "tools.reproduce.fsmoe_ranks:profile"
+        assert timeout_seconds <= 60
+        layouts.append(nodes)
         return [told] * ranks
 
     monkeypatch.setattr(fsmoe_fits.gloo_ranks, "run", run)
     table, rows = made(fsmoe_fits, tmp_path, monkeypatch, "--draws", "3")
-    assert asked["target"] == "tools.reproduce.fsmoe_ranks:profile"
-    assert asked["timeout_seconds"] <= 60
+    assert layouts == [(0, 1), (0, 0)]
+    assert table["measuring, s (paper: < 100)"].ours == 4.0
     assert len(rows) == 3 * 10 + 5
     for row in table.values():
         if row.how == "simulated" and row.paper is not None:

@@ -1,6 +1,7 @@
-"""What a rank of `fsmoe_fits.py` does: the profiler of this project, on two nodes of two ranks."""
+"""What a rank of `fsmoe_fits.py` does: it runs the profiler of this project."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -11,13 +12,12 @@ from megatron_resilient.comm.measure import Effort
 from megatron_resilient.comm.node_groups import NodeGroups
 from megatron_resilient.comm.profiler import ExpertShape, load_or_measure
 
-NODES = (0, 0, 1, 1)
 
-
-def profile(budget_seconds: float, largest_bytes: int) -> dict[str, object]:
+def profile(nodes: Sequence[int], budget_seconds: float, largest_bytes: int) -> dict[str, object]:
     """Measures all operations; collective.
 
     Args:
+        nodes: of each rank.
         budget_seconds: no other round of repetitions begins after it.
         largest_bytes: of a message.
 
@@ -25,7 +25,7 @@ def profile(budget_seconds: float, largest_bytes: int) -> dict[str, object]:
         Samples, lines and qualities by operation, and the seconds of measuring and of fitting.
     """
     torch.set_num_threads(1)
-    groups = NodeGroups.make(dist.group.WORLD, NODES)
+    groups = NodeGroups.make(dist.group.WORLD, nodes)
     begin = time.perf_counter()
     measured = load_or_measure(
         groups,
