@@ -35,7 +35,7 @@ from tools.reproduce.fsmoe_setup import (
 MENDED = {"A": Reading("AllGather e-7", 0.1), "B": Reading("betas per byte", per_byte=True)}
 ALLGATHER_A = (
     "Testbed A's AllGather: its beta, 2.32e-6, is ten times its ReduceScatter's, 2.34e-7, which "
-    "moves the same over the same links; with 2.32e-7 the table follows. The exponent is likely a "
+    "moves the same over the same links; 2.32e-7 comes near the table. The exponent is likely a "
     "slip. Its AllReduce, 4.95e-6, looks as odd, but gives the table's times to the digit."
 )
 LINKS_B = (
