@@ -127,7 +127,7 @@ def partition_gradients(
     for index, made in enumerate(made_bytes):
         if made < 0:
             raise PlanError(f"gradients of window {index} are {made} bytes: must be >= 0")
-    slices, slack = _fill_free_room(windows, made_bytes, allreduce)
+    slices, slack = fill_free_room(windows, made_bytes, allreduce)
     left = sum(made_bytes) - sum(slices)
     if left:
         more = _distribute(windows, slices, slack, left, allreduce, units)
@@ -136,18 +136,19 @@ def partition_gradients(
             window.best_way(allreduce.time_ms(own))
             for window, own in zip(windows, slices, strict=True)
         ]
-        refilled, _ = _fill_free_room(ways, made_bytes, allreduce)
-        options = [_valued(windows, own, made_bytes, allreduce) for own in (slices, refilled)]
+        refilled, _ = fill_free_room(ways, made_bytes, allreduce)
+        options = [partition_of(windows, own, made_bytes, allreduce) for own in (slices, refilled)]
         return min(options, key=lambda own: sum(own.exposed_ms))
-    return _valued(windows, slices, made_bytes, allreduce)
+    return partition_of(windows, slices, made_bytes, allreduce)
 
 
-def _valued(
+def partition_of(
     windows: Sequence[Window],
     slices: Sequence[int],
     made_bytes: Sequence[int],
     allreduce: LinearCost,
 ) -> Partition:
+    """Returns what slices that were chosen take; what is in none of them is sent after all."""
     all_slices = (*slices, sum(made_bytes) - sum(slices))
     times = tuple(allreduce.time_ms(own) for own in all_slices)
     exposed = tuple(
@@ -157,10 +158,14 @@ def _valued(
     return Partition(all_slices, times, exposed)
 
 
-def _fill_free_room(
+def fill_free_room(
     windows: Sequence[Window], made_bytes: Sequence[int], allreduce: LinearCost
 ) -> tuple[list[int], list[int]]:
-    """Returns bytes per window, and how many more could have been sent up to each window."""
+    """Fills room that costs nothing, as early as possible: the paper's first step.
+
+    Returns:
+        Bytes per window, and how many more could have been sent up to each window.
+    """
     slices, waiting, slack = [], 0, []
     for window, made in zip(windows, made_bytes, strict=True):
         room = min(allreduce.units_within(window.room_ms), float(waiting))

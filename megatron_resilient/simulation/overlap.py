@@ -96,19 +96,36 @@ TESTBED_B = Testbed(
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read what the paper leaves open.
+    """How to read what the paper leaves open; `tools/reproduce/fsmoe_breakdown.py` says what for.
 
     Attributes:
+        name: In words.
         allgather_scale: What testbed A's AllGather beta is multiplied by. As printed it is ten
             times that of the ReduceScatter, which moves the same over the same links.
         allreduce_scale: The same for testbed A's AllReduce.
         whole_a2a: Whether an all-to-all carries all tokens of the ranks that share an expert, or
             each rank only its part.
+        per_byte: Whether betas of communication are per byte, and not per element.
     """
 
+    name: str = "as printed"
     allgather_scale: float = 1.0
     allreduce_scale: float = 1.0
     whole_a2a: bool = False
+    per_byte: bool = False
+
+
+# The first of each testbed is the printed one.
+READINGS: tuple[tuple[Testbed, Reading], ...] = (
+    (TESTBED_A, Reading()),
+    (TESTBED_A, Reading("AllGather e-7", 0.1)),
+    (TESTBED_A, Reading("AllGather, AllReduce e-7", 0.1, 0.1)),
+    (TESTBED_A, Reading("whole a2a", whole_a2a=True)),
+    (TESTBED_A, Reading("AllGather e-7, whole a2a", 0.1, whole_a2a=True)),
+    (TESTBED_B, Reading()),
+    (TESTBED_B, Reading("whole a2a", whole_a2a=True)),
+    (TESTBED_B, Reading("betas per byte", per_byte=True)),
+)
 
 
 @dataclass(frozen=True)
@@ -161,19 +178,24 @@ class SettingCosts:
     allreduce: LinearCost
 
 
+def unit_costs(testbed: Testbed, reading: Reading) -> dict[str, LinearCost]:
+    """Returns the printed costs, per byte and per floating-point operation."""
+    scales = {"allgather": reading.allgather_scale, "allreduce": reading.allreduce_scale}
+    units = {"gemm": _FLOPS}
+    element = 1 if reading.per_byte else _ELEMENT_BYTES
+    return {
+        name: LinearCost(alpha, beta * scales.get(name, 1.0) / units.get(name, element))
+        for name, (alpha, beta) in testbed.costs.items()
+    }
+
+
 def setting_costs(testbed: Testbed, setting: Setting, reading: Reading) -> SettingCosts:
     """Returns the costs of a setting; section 4.1 and the authors' code for the sizes.
 
     The number of attention heads changes no cost of this model.
     """
     ranks = testbed.ranks_per_node
-    scales = {"allgather": reading.allgather_scale, "allreduce": reading.allreduce_scale}
-    costs = {
-        name: LinearCost(
-            alpha, beta * scales.get(name, 1.0) / (_FLOPS if name == "gemm" else _ELEMENT_BYTES)
-        )
-        for name, (alpha, beta) in testbed.costs.items()
-    }
+    costs = unit_costs(testbed, reading)
     gemm, gemms = costs["gemm"], _GEMMS[setting.ffn]
     profile = Profile(
         costs["a2a"],
@@ -229,7 +251,7 @@ def layer_times(costs: Sequence[SettingCosts]) -> dict[str, FloatArray]:
     piped = (one_forward + one_backward).min(axis=1) + dense
     times[TUTEL] = piped + reduce
     times[TUTEL_IMPROVED] = piped + np.maximum(reduce - beside, 0)
-    traffic = _one_stream_traffic(backward)
+    traffic = one_stream_traffic(backward)
     windows = [
         Window(tuple(floors), tuple(bases))
         for floors, bases in zip(one_backward.tolist(), traffic.tolist(), strict=True)
@@ -249,7 +271,7 @@ def layer_times(costs: Sequence[SettingCosts]) -> dict[str, FloatArray]:
     return times
 
 
-def _one_stream_traffic(costs: Sequence[StageCosts]) -> FloatArray:
+def one_stream_traffic(costs: Sequence[StageCosts]) -> FloatArray:
     """Returns the time of all communication of a pass by degree, [B, MAX_DEGREE]."""
     stages = (DISPATCH, ALLGATHER, REDUCESCATTER, COMBINE)
     alpha = np.array([[own.alpha_ms[stage] for stage in stages] for own in costs])

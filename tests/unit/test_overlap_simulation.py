@@ -43,10 +43,13 @@ def test_costs_of_one_setting_by_hand():
     assert costs.gradient_bytes == 4 * 1024 * 1024  # a fourth of four matrices, in fp32
     whole = setting_costs(TESTBED_B, setting, Reading(whole_a2a=True))
     assert whole.forward.whole_ms[0] == pytest.approx(4 * costs.forward.whole_ms[0])
+    per_byte = setting_costs(TESTBED_B, setting, Reading(per_byte=True))
+    assert per_byte.forward.whole_ms[1] == pytest.approx(4 * costs.forward.whole_ms[1])
+    assert per_byte.forward.whole_ms[2] == costs.forward.whole_ms[2]
 
 
 @pytest.mark.parametrize("testbed", [TESTBED_A, TESTBED_B])
-@pytest.mark.parametrize("reading", [Reading(), Reading(0.1, 0.1, whole_a2a=True)])
+@pytest.mark.parametrize("reading", [Reading(), Reading("mended", 0.1, 0.1, whole_a2a=True)])
 def test_who_may_choose_more_is_never_slower(testbed, reading):
     settings = all_settings(testbed)[::29]
     times = layer_times([setting_costs(testbed, own, reading) for own in settings])

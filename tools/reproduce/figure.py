@@ -172,7 +172,13 @@ def plot_bars(
         axis.set_xticks(range(len(groups)), groups)
         axis.set_title(title)
     axes[0].set_ylabel(y_label)
-    axes[0].legend()
+    # Of the first panel that has bars of it: a series may be empty where it does not apply.
+    legend: dict[str, Any] = {}
+    for axis in axes:
+        for bars, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            if len(bars):
+                legend.setdefault(label, bars)
+    picture.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
     _save(picture, path)
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from megatron_resilient.algorithms.cost_model import LinearCost
 from megatron_resilient.algorithms.gradient_partition import (
     Window,
-    _fill_free_room,
+    fill_free_room,
     partition_gradients,
 )
 from megatron_resilient.algorithms.pipelining import phase_options
@@ -59,7 +59,7 @@ def test_coarse_units_lose_less_than_one_a_window(problem, units):
     found = partition_gradients(row, made, allreduce, units)
     check_possible(row, made, found)
     best = sum(partition_gradients(row, made, allreduce).exposed_ms)
-    slices, _ = _fill_free_room(row, made, allreduce)
+    slices, _ = fill_free_room(row, made, allreduce)
     unit = -(-(sum(made) - sum(slices)) // units)
     assert best - 1e-9 <= sum(found.exposed_ms)
     assert sum(found.exposed_ms) <= best + allreduce.beta * unit * len(row) + 1e-9
@@ -76,7 +76,7 @@ def test_free_room_is_filled_as_early_as_possible():
 
 def test_no_slice_where_not_even_alpha_fits():
     row = [Window.of_dense(0.9)] * 2
-    assert _fill_free_room(row, [5, 0], LinearCost(1.0, 1.0)) == ([0, 0], [0, 5])
+    assert fill_free_room(row, [5, 0], LinearCost(1.0, 1.0)) == ([0, 0], [0, 5])
     # All of it in the window still hides more than nothing would.
     assert partition_gradients(row, [5, 0], LinearCost(1.0, 1.0)).exposed_ms == (0, 5.1, 0)
 
