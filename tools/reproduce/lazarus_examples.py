@@ -4,7 +4,7 @@
 
 The paper draws its plans without numbers that could be copied. Those below have its nodes, experts
 and lost nodes, and its counts; slots and replica counts are chosen to fit. Every count is made
-twice: with the recovery probability that `megatron-resilient plan` prints, and by trying all losses.
+twice: with the recovery probability that `megatron-resilient plan` prints, and by enumeration.
 Then the plans of every small instance are enumerated, to see where maximum rank overlap (MRO), as
 printed, is the best plan, as theorem 1 says.
 
