@@ -28,7 +28,8 @@ def test_failures_one_by_one(tmp_path, monkeypatch, capsys):
     text = made(lazarus_failures, tmp_path, monkeypatch, capsys)
     assert "paper" in text
     assert "difference" in text
-    assert text.count("simulated") == 8
+    assert text.count("simulated") == 7
+    assert text.count("calibrated") == 2
     assert "measured" not in text
     rows = rows_of(tmp_path / "lazarus_failures.csv")
     assert len(rows) == 4 * 3 * 6

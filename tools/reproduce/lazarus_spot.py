@@ -50,8 +50,9 @@ BURST_MINUTE = 34
 INTERVALS = {"DS": 50, "DS(FT)": 250, "ours": 250}
 PAPER = {GPT_S: {"DS": 2.3, "DS(FT)": 1.2}, GPT_L: {"DS": 3.4, "DS(FT)": 1.8}}
 WHY = (
-    "Loads, the time of a restart, and how nodes are capped at 10 are not in the paper: see the "
-    "heads of tools/reproduce/lazarus_spot.py and lazarus_setup.py."
+    "Loads, and how nodes are capped at 10, are not in the paper: see the heads of "
+    "tools/reproduce/lazarus_spot.py and lazarus_setup.py. The cap decides how many losses there "
+    "are: four or five here."
 )
 
 
