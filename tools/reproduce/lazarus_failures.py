@@ -47,10 +47,10 @@ NOTES = (
 )
 
 
-def failing(minutes: float, seed: int) -> Trace:
+def failing(minutes: float, seed: int, number_of_nodes: int = NODES) -> Trace:
     """Returns a trace in which a node is lost every so many minutes, until half are left."""
-    nodes = [f"node{number}" for number in range(NODES)]
-    lost = random.Random(seed).sample(nodes, NODES // 2)
+    nodes = [f"node{number}" for number in range(number_of_nodes)]
+    lost = random.Random(seed).sample(nodes, number_of_nodes // 2)
     changes = tuple(
         Change(60 * minutes * number, (node,)) for number, node in enumerate(lost, start=1)
     )

@@ -180,9 +180,9 @@ def main() -> int:
             "lazarus_simulation",
             "Section 6.7: DeepSeek-V3 on 256 to 1,024 GPUs",
             f"Samples in {HOURS:g} hours in which nodes fail and are replaced, mean of "
-            f"{args.draws} draws, by the event simulator that `megatron-resilient simulate` uses. Two numbers "
-            "are fitted to the first two ratios (Zipf's exponent of the loads, and the time in "
-            "which a node fails with probability p); the others follow.",
+            f"{args.draws} draws, by the event simulator of `megatron-resilient simulate`. Two "
+            "numbers are fitted to the first two ratios (Zipf's exponent of the loads, and the "
+            "time in which a node fails with probability p); the others follow.",
             tuple(compared),
             (
                 "Assumed, as the paper does not say: 20 s a step, half of it experts; storage of "
