@@ -248,6 +248,8 @@ def main() -> int:
             "nodes, planned by the code that training uses.",
             (*breakdown(found, bool(args.trace)), *compared),
             (
+                "DS spends less than the paper's half on saves and restarts: it restarts four or "
+                "five times here, as often as the ten nodes lose one.",
                 "Reconfigurations took 18 to 34 s in the paper, most of it until NCCL gave up "
                 "(10 to 20 s) and for new groups (5 to 15 s). That needs its cluster; what ours "
                 "takes on two cores is measured by benchmarks/recovery.py (1.6 s).",

@@ -5,8 +5,9 @@
 The paper says: below 100 ms on its testbed, below 1 s on one core for 1,024 GPUs. Timed here, on
 one core of this machine, is what training does when a node is lost: replicas and placement of all
 MoE layers on the nodes that are left (`algorithms/rank_plan.py`), and the moves from what they hold
-(`algorithms/migration.py`). Loads are Zipf with exponent 1, the best of some rounds counts. For
-1,024 GPUs it is DeepSeek-V3: 58 layers of 256 experts, 4 slots a GPU.
+(`algorithms/migration.py`). Beside it the plan without the search for balance between ranks, which
+the paper's planning does not have. Loads are Zipf with exponent 1; the best of some rounds counts.
+For 1,024 GPUs it is DeepSeek-V3: 58 layers of 256 experts, 4 slots a GPU.
 
 Writes lazarus_planning.csv and .png into --out.
 """
@@ -20,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_resilient.algorithms.migration import plan_migration
+from megatron_resilient.algorithms.planner import make_plan
 from megatron_resilient.algorithms.rank_plan import plan_layers
 from megatron_resilient.simulation.workload import zipf_loads
 from tools.reproduce.figure import Compared, Figure, flags, plot_bars, publish, write_csv
@@ -37,45 +39,49 @@ SIZES = (
 
 def seconds(
     loads: Sequence[Sequence[int]], nodes: int, gpus: int, slots: int
-) -> tuple[float, float]:
-    """Returns the processor time of the plan without one of the nodes, and that of its moves."""
+) -> tuple[float, float, float]:
+    """Returns processor times: plan without one of the nodes, its moves, plan without balance."""
     before = np.array(plan_layers(loads, nodes * gpus, gpus, slots, MIN_REPLICAS))
     held = np.delete(before, slice((nodes // 3) * gpus, (nodes // 3 + 1) * gpus), axis=1)
-    begin = time.process_time()
+    times = [time.process_time()]
     after = np.array(plan_layers(loads, (nodes - 1) * gpus, gpus, slots, MIN_REPLICAS))
-    planned = time.process_time()
+    times.append(time.process_time())
     moves = plan_migration(held, after, gpus)
-    end = time.process_time()
+    times.append(time.process_time())
+    make_plan(loads, nodes - 1, gpus * slots, min_replicas=MIN_REPLICAS, ranks_per_node=gpus)
+    times.append(time.process_time())
     assert not len(moves.missing)
-    return planned - begin, end - planned
+    plan, moving, unbalanced = np.diff(times).tolist()
+    return plan, moving, unbalanced
 
 
 def main() -> int:
     """Makes the table."""
     parser = flags(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
     args = parser.parse_args()
     rows, compared = [], []
-    bars: dict[str, dict[str, float]] = {"plan": {}, "moves": {}}
+    bars: dict[str, dict[str, float]] = {"plan": {}, "moves": {}, "plan without balance": {}}
     for name, layers, experts, nodes, gpus, slots, bound in SIZES:
         loads = zipf_loads(layers, experts, 1.0)
-        plan, moves = min((seconds(loads, nodes, gpus, slots) for _ in range(args.rounds)), key=sum)
-        rows.append((name, layers, experts, nodes, gpus, slots, plan, moves))
-        bars["plan"][name.replace(", ", "\n")] = plan
-        bars["moves"][name.replace(", ", "\n")] = moves
-        layer = (plan + moves) / layers
+        rounds = [seconds(loads, nodes, gpus, slots) for _ in range(args.rounds)]
+        plan, moves, unbalanced = np.min(rounds, axis=0).tolist()
+        rows.append((name, layers, experts, nodes, gpus, slots, plan, moves, unbalanced))
+        for kind, value in zip(bars, (plan, moves, unbalanced), strict=True):
+            bars[kind][name.replace(", ", "\n")] = value
+        what = f"{name}, {layers} layers"
         compared += [
             Compared(
-                f"{name}: plan and moves of {layers} layers, s (paper: < {bound:g})",
-                None,
-                plan + moves,
-                "measured",
+                f"{what}: plan and moves, s (paper: < {bound:g})", None, plan + moves, "measured"
             ),
-            Compared(f"{name}: the same, of one layer", None, layer, "measured"),
+            Compared(f"{what}: the same without balance", None, unbalanced + moves, "measured"),
         ]
     write_csv(
         args.out / "lazarus_planning.csv",
-        ("name", "layers", "experts", "nodes", "gpus", "slots", "plan_seconds", "moves_seconds"),
+        (
+            *("name", "layers", "experts", "nodes", "gpus", "slots"),
+            *("plan_seconds", "moves_seconds", "plan_without_balance_seconds"),
+        ),
         rows,
     )
     plot_bars(
@@ -90,8 +96,9 @@ def main() -> int:
             f"all layers after a node is lost, and its moves; the best of {args.rounds} rounds.",
             tuple(compared),
             (
-                "The paper does not say whether its bounds are for all layers or for one. Ours is "
-                "Python with numpy, and also searches for balance.",
+                "From 256 GPUs on ours is above the paper's bound, if that is for all layers (it "
+                "does not say): nine tenths are the search for slots that even out ranks, layer "
+                "by layer.",
             ),
             ("lazarus_planning.png",),
         ),
