@@ -39,6 +39,9 @@ CROSSED = ((0, 1), (0, 2), (1, 3), (2, 3), (2, 3))
 # Theorem 1 fails here: three nodes of two slots, three experts with two replicas each.
 THEOREM_REPLICAS, THEOREM_NODES, THEOREM_SLOTS = (2, 2, 2), 3, 2
 
+NO_REST, WHOLE, CUT = "E <= c, or c divides E", "last group whole", "last group cut short"
+# In the picture.
+SHORT = {NO_REST: "E <= c\nor c | E", WHOLE: "last group\nwhole", CUT: "last group\ncut short"}
 # Instances up to these sizes are enumerated.
 MOST_NODES, MOST_SLOTS, MOST_EXPERTS = 5, 3, 6
 TRUNCATED = (
@@ -76,10 +79,10 @@ def best(replicas: tuple[int, ...], nodes: int, slots: int, losses: int) -> floa
 def kind(replicas: Sequence[int], nodes: int, slots: int) -> str:
     """Returns which case of theorem 1 an instance is; replicas ascend."""
     if len(replicas) <= slots or not len(replicas) % slots:
-        return "E <= c, or c divides E"
+        return NO_REST
     if sum(replicas[::slots]) <= nodes:
-        return "last group whole"
-    return "last group cut short"
+        return WHOLE
+    return CUT
 
 
 def scan() -> dict[str, dict[str, int]]:
@@ -166,7 +169,7 @@ def main() -> int:
         args.out / "lazarus_examples.png",
         {
             "share of instances with a better plan": {
-                name: {case: counts[key] / counts["all"] for case, counts in scanned.items()}
+                name: {SHORT[case]: counts[key] / counts["all"] for case, counts in scanned.items()}
                 for name, key in (("MRO as printed", "MRO"), ("ours", "ours"))
             }
         },

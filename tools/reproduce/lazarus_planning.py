@@ -61,14 +61,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
     args = parser.parse_args()
     rows, compared = [], []
-    bars: dict[str, dict[str, float]] = {"plan": {}, "moves": {}, "plan without balance": {}}
+    kinds = ("plan", "moves", "plan without balance")
+    panels: dict[str, dict[str, dict[str, float]]] = {}
     for name, layers, experts, nodes, gpus, slots, bound in SIZES:
         loads = zipf_loads(layers, experts, 1.0)
         rounds = [seconds(loads, nodes, gpus, slots) for _ in range(args.rounds)]
         plan, moves, unbalanced = np.min(rounds, axis=0).tolist()
         rows.append((name, layers, experts, nodes, gpus, slots, plan, moves, unbalanced))
-        for kind, value in zip(bars, (plan, moves, unbalanced), strict=True):
-            bars[kind][name.replace(", ", "\n")] = value
+        panel = panels.setdefault(f"all {layers} layers", {kind: {} for kind in kinds})
+        for kind, value in zip(kinds, (plan, moves, unbalanced), strict=True):
+            panel[kind][name.replace(", ", "\n")] = value
         what = f"{name}, {layers} layers"
         compared += [
             Compared(
@@ -84,9 +86,7 @@ def main() -> int:
         ),
         rows,
     )
-    plot_bars(
-        args.out / "lazarus_planning.png", {"a node is lost": bars}, "CPU seconds", "measured"
-    )
+    plot_bars(args.out / "lazarus_planning.png", panels, "CPU seconds", "measured")
     publish(
         args.out,
         Figure(

@@ -43,6 +43,8 @@ MINUTES = 5
 MICROBATCHES = 20
 BEST, WORST = "Tutel(FT), state from groups", "Tutel(FT), state from checkpoints"
 SYSTEMS = {"Tutel": "restart", WORST: "in-process", BEST: "groups", "ours": "ours"}
+# In the picture.
+SHORT = {"Tutel": "Tutel", WORST: "(FT), from\ncheckpoints", BEST: "(FT), from\ngroups"}
 # Ratio of samples of Lazarus; those of BEST with failures that are ideal for it.
 PAPER = {
     GPT_S: {"Tutel": 2.1, WORST: 1.8, BEST: 1.4},
@@ -102,8 +104,8 @@ def main() -> int:
             if system != "ours"
         }
         panels[model.name] = {
-            "paper": {system.replace(", ", "\n"): value for system, value in paper.items()},
-            "ours": {system.replace(", ", "\n"): value for system, value in ratios.items()},
+            "paper": {SHORT[system]: value for system, value in paper.items()},
+            "ours": {SHORT[system]: value for system, value in ratios.items()},
         }
         compared += [
             Compared(
