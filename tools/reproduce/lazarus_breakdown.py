@@ -61,8 +61,8 @@ WHY_SHARES = (
 WHY_MOVES = (
     "Which nodes were lost, and the loads, are not in the paper; both decide the moves (2 to 158 "
     "as printed, over ten draws). Ours moves more because its plans even out nodes: experts with "
-    "equally many replicas are dealt anew for every number of nodes (without that, 90 moves instead "
-    "of 235 for GPT-L at step 200), and no rank holds an expert twice, which leaves more to fill."
+    "equally many replicas are dealt to groups anew for every number of nodes, and no rank holds "
+    "an expert twice, which leaves more slots to fill."
 )
 WHY_SECONDS = (
     "What the busiest rank sends or gets over 100 Gb/s, and no setup: a bound from below. The "
@@ -173,7 +173,9 @@ def table_2(draws: int) -> tuple[list[Compared], list[tuple[object, ...]]]:
         compared += [
             Compared(f"{what}: experts moved, ours", own.moved, ours, "simulated", WHY_MOVES),
             Compared(f"{what}: as printed", own.moved, printed, "simulated", WHY_MOVES),
-            Compared(f"{what}: transfer in s, ours", own.seconds, seconds, "computed", WHY_SECONDS),
+            Compared(
+                f"{what}: transfer in s, ours", own.seconds, seconds, "simulated", WHY_SECONDS
+            ),
         ]
     return compared, rows
 
