@@ -1,4 +1,4 @@
-"""Lazarus, section 6.6: one MoE layer under uneven loads, with replicas and without.
+"""Lazarus, section 6: one MoE layer under uneven loads, with replicas and without.
 
     .venv/bin/python tools/reproduce/lazarus_layer.py
 
@@ -153,7 +153,7 @@ def main() -> int:
         args.out,
         Figure(
             "lazarus_layer",
-            "Section 6.6: one layer under uneven loads",
+            "Section 6: one layer under uneven loads",
             "How evenly tokens come out over ranks, of real placements and splits of tokens; and "
             "the throughput without failures that follows for loads like Zipf.",
             tuple(compared),

@@ -1,4 +1,4 @@
-"""Lazarus, section 6.5: against Tutel on 16 nodes, one of which fails every 5 minutes.
+"""Lazarus, section 6: against Tutel on 16 nodes, one of which fails every 5 minutes.
 
 A simulation.
 
@@ -123,7 +123,7 @@ def main() -> int:
         args.out,
         Figure(
             "lazarus_tutel",
-            "Section 6.5: Tutel on 16 nodes, a failure every 5 minutes",
+            "Section 6: Tutel on 16 nodes, a failure every 5 minutes",
             f"Samples until half of 16 nodes are left, mean of {args.draws} draws, simulated. The "
             "paper's numbers beside Tutel(FT) with state from other groups are those of its "
             "failures that are ideal for Tutel(FT).",
