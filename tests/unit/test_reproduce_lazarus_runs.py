@@ -33,7 +33,7 @@ def test_a_large_cluster(tmp_path, monkeypatch):
     paper = {(256, 0.05): {"DS(FT)": 2.9, "DS": 4.5}}
     monkeypatch.setattr(lazarus_simulation, "PAPER", paper)
     rows, systems = made(lazarus_simulation, tmp_path, monkeypatch)
-    assert [(row.paper, row.how) for row in rows] == [(2.9, "simulated"), (4.5, "simulated")]
+    assert [(row.paper, row.how) for row in rows] == [(2.9, "simulated"), (4.5, "calibrated")]
     assert all(row.ours > 1 for row in rows)
     assert [row["system"] for row in systems] == ["DS", "DS(FT)", "ours"]
     assert [int(row["rollbacks"]) for row in systems][1:] == [0, 0]

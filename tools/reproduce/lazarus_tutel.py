@@ -52,7 +52,7 @@ PAPER = {
 }
 WHY = {
     "Tutel": (
-        "A restart takes 160 s here, as fitted to DS on the other testbed. In the paper Tutel is "
+        "A restart takes 156 s here, as fitted to DS on the other testbed. In the paper Tutel is "
         "close to Tutel(FT), on GPT-L within 3 %: a restart costs it less than this, or Tutel(FT) "
         "as much."
     ),
