@@ -7,7 +7,7 @@ import pytest
 
 from megatron_resilient.simulation.failures import draw_failures
 from tools.reproduce import lazarus_failures, lazarus_setup, lazarus_spot
-from tools.reproduce.figure import Compared
+from tools.reproduce.figure import Figure
 
 
 def made(module, tmp_path, monkeypatch, capsys, *flags):
@@ -28,7 +28,8 @@ def test_failures_one_by_one(tmp_path, monkeypatch, capsys):
     text = made(lazarus_failures, tmp_path, monkeypatch, capsys)
     assert "paper" in text
     assert "difference" in text
-    assert text.count("simulated") == 8
+    assert text.count("simulated") == 7
+    assert text.count("calibrated") == 2
     assert "measured" not in text
     rows = rows_of(tmp_path / "lazarus_failures.csv")
     assert len(rows) == 4 * 3 * 6
@@ -43,8 +44,11 @@ def test_a_spot_trace(tmp_path, monkeypatch, capsys):
     start = "".join(f"0,add,node{i}\n" for i in range(1, 13))
     lost = "".join(f"{34 * 60_000},remove,node{i}\n" for i in (3, 5, 7, 11))
     path.write_text(f"{start}{lost}{43 * 60_000},add,node13\n{80 * 60_000},add,node14\n")
-    text = made(lazarus_spot, tmp_path, monkeypatch, capsys, "--trace", str(path))
-    assert "2.30" in text
+    made(lazarus_spot, tmp_path, monkeypatch, capsys, "--trace", str(path))
+    assert [row.paper for row in Figure.read(tmp_path / "lazarus_spot.json").rows] == [
+        *(2.3, 1.2, None, 1.0),
+        *(3.4, 1.8, None, 1.0),
+    ]
     assert len(rows_of(tmp_path / "lazarus_spot.csv")) == 2 * 3 * 4
     assert (tmp_path / "lazarus_spot.png").read_bytes().startswith(b"\x89PNG")
     trace = lazarus_spot.ten_of(lazarus_spot.read_trace(path), 0)
@@ -53,10 +57,11 @@ def test_a_spot_trace(tmp_path, monkeypatch, capsys):
 
 def test_no_spot_trace_is_compared_with_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lazarus_spot, "POINTS", 2)
-    monkeypatch.setattr(lazarus_spot, "ROOT", tmp_path / "a" / "b")
-    text = made(lazarus_spot, tmp_path, monkeypatch, capsys)
-    assert "drawn failures, no spot trace" in text
-    assert "2.30" not in text
+    monkeypatch.setattr(lazarus_spot, "SPOT_TRACE", None)
+    made(lazarus_spot, tmp_path, monkeypatch, capsys)
+    figure = Figure.read(tmp_path / "lazarus_spot.json")
+    assert "drawn failures: no trace was given" in figure.text
+    assert {row.paper for row in figure.rows} == {None}
 
 
 def test_ten_places_are_never_more():
@@ -77,8 +82,3 @@ def test_what_is_fitted_fits():
     assert theirs / ours <= 45 / 34 + 1e-9
     assert lazarus_setup.GPT_S.expert_bytes == pytest.approx(63 * 2**20, rel=0.01)
     assert lazarus_setup.GPT_L.expert_bytes == pytest.approx(112 * 2**20, rel=0.01)
-
-
-def test_differences_are_relative():
-    assert Compared("x", 2.0, 3.0).difference == pytest.approx(0.5)
-    assert Compared("x", None, 3.0).difference is None
