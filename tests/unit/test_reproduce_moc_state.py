@@ -109,8 +109,9 @@ def test_scaling(tmp_path, monkeypatch):
     # Calibrated to hide a full save on 1024 GPUs exactly.
     full = moc_scaling.base_bytes(1024) / moc_scaling.A800.bytes_per_second
     assert moc_scaling.f_and_b(moc_scaling.A800, 1024) == pytest.approx(full)
-    even = moc_scaling.LAYERS / moc_scaling.PART
-    assert moc_scaling.moc_bytes(64, even) == pytest.approx(
+    assert moc_scaling.in_turn(64) == moc_scaling.in_turn(512) == 3
+    assert (moc_scaling.neighbours(64), moc_scaling.neighbours(512)) == (8, 24)
+    assert moc_scaling.moc_bytes(64, 3) == pytest.approx(
         moc_scaling.DENSE * 14 / 64 + 3 * moc_scaling.EXPERT * 14
     )
     assert moc_scaling.most_experts([(0, 1), (1, 2)]) == 2

@@ -5,7 +5,7 @@ with most and the bandwidth of the paper's simulation (1 GB/s from device to hos
 stands in bars only, so it is calibrated, by what Base-Async overlaps in case 1.
 
 Measured: stalls of Megatron's saves and of ours, on gloo ranks of this machine, by
-benchmarks/checkpoint.py; about 45 s. `--no-measure` leaves it out.
+benchmarks/checkpoint.py; about a minute. `--no-measure` leaves it out.
 
     .venv/bin/python tools/reproduce/moc_stall.py
 """
@@ -201,11 +201,15 @@ def main() -> int:
             "the rank with most; stalls of ours and of Megatron's saves, measured on two ranks.",
             tuple(compared),
             (
-                "The percentages of Base-Async and of MoC-Async are read as reductions of O_save: "
-                "then those of case 1 give the 33.2 % that the paper has, too.",
+                "The percentages of Base-Async and of MoC-Async are read as reductions of O_save. "
+                "Which ends of the paper's ranges belong to which case is our reading, too: the "
+                "two rows on iterations say that its numbers then agree with one another.",
                 "The paper says that case 3 needs fewer than four experts to hide a snapshot. By "
                 "bytes and the overlap of Base-Async a full save shared out evenly would be "
                 "hidden there as well: we do not know why it was not.",
+                "What is measured is the median of two saves, on a machine that may be busy with "
+                "other figures: what `benchmarks/checkpoint.py` measures alone stands in "
+                "docs/checkpoints.md.",
             ),
             ("moc_stall.png",),
         ),
