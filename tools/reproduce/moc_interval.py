@@ -69,11 +69,11 @@ def main() -> int:
     """Makes the figure."""
     args = flags(__doc__ or "", draws=10).parse_args()
     rows: list[tuple[object, ...]] = []
-    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {"Eq. 16": {}, "simulated": {}}
+    rates: dict[str, tuple[list[float], list[float]]] = {}
     for way in STALL:
         found = [best(way, between) for between in STEPS_BETWEEN_FAULTS]
         xs = [math.log10(between) for between in STEPS_BETWEEN_FAULTS]
-        panels["Eq. 16"][way] = xs, [share for _, share in found]
+        rates[way] = xs, [share for _, share in found]
         rows += [
             (way, between, interval, share)
             for between, (interval, share) in zip(STEPS_BETWEEN_FAULTS, found, strict=True)
@@ -83,7 +83,6 @@ def main() -> int:
     xs = [math.log10(interval) for interval in intervals]
     simulated = [wasted(interval, args.draws) for interval in intervals]
     formula = [overhead(WAIT / STEP, interval, STEP / MTBF) for interval in intervals]
-    panels["simulated"] = {"simulator": (xs, simulated), "Eq. 4": (xs, formula)}
     for name, ys in (("simulator", simulated), ("Eq. 4", formula)):
         rows += [
             (name, MTBF / STEP, interval, share)
@@ -91,8 +90,13 @@ def main() -> int:
         ]
     header = ("what", "steps_between_faults", "interval", "share_of_time")
     write_csv(args.out / "moc_interval.csv", header, rows)
-    label = "log10 of steps between faults, or of the interval"
-    plot_lines(args.out / "moc_interval.png", panels, label, "share of time")
+    tried = {"simulator": (xs, simulated), "Eq. 4": (xs, formula)}
+    for name, lines, label, how in (
+        ("moc_interval", tried, "log10 of the interval in steps", "simulated"),
+        ("moc_interval_rates", rates, "log10 of steps between faults", "computed"),
+    ):
+        panel = {"share of time in stalls and lost work": lines}
+        plot_lines(args.out / f"{name}.png", panel, label, "share of time", how)
     at = FACTORS.index(1.0)
     gain = {
         between: best("full, blocking", between)[1] / best("MoC", between)[1]
@@ -141,7 +145,7 @@ def main() -> int:
                 "the rate. Stalls and least intervals are those that the paper "
                 "reports, in iterations. What partial saves lose (PLT) is not in Eq. 16.",
             ),
-            ("moc_interval.png",),
+            ("moc_interval.png", "moc_interval_rates.png"),
         ),
     )
     return 0

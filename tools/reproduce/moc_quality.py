@@ -87,8 +87,15 @@ def main() -> int:
         "after restarts": {row.saves: row.after[0] for row in table},
         "at the end": {row.saves: row.end[0] for row in table},
     }
+    labels = {
+        row.saves: row.saves.replace(", ", ",\n")
+        .replace("all m", "all\nm")
+        .replace("load-", "load-\n")
+        + f"\n{row.lost:.1%}"
+        for row in table
+    }
     short = {
-        label: {f"{name}\n{row.lost:.1%}": own[name] for name, row in zip(own, table, strict=True)}
+        label: {labels[name]: height for name, height in own.items()}
         for label, own in heights.items()
     }
     panels = {"loss above that without faults; below: lost tokens": short}

@@ -12,6 +12,7 @@ saved. Not given, assumed: 8192 tokens a GPU, one expert a token, LLaMA's three 
     .venv/bin/python tools/reproduce/moc_scaling.py
 """
 
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -119,14 +120,15 @@ def main() -> int:
             "MoC": [moc_bytes(gpus, in_turn(gpus)) / speed for gpus in GPUS],
             "MoC, neighbours": [moc_bytes(gpus, neighbours(gpus)) / speed for gpus in GPUS],
         }
-        panels[gpu.name] = {name: ([float(g) for g in GPUS], ys) for name, ys in lines.items()}
+        xs = [math.log2(gpus) for gpus in GPUS]
+        panels[gpu.name] = {name: (xs, ys) for name, ys in lines.items()}
         rows += [
             (gpu.name, name, gpus, seconds)
             for name, ys in lines.items()
             for gpus, seconds in zip(GPUS, ys, strict=True)
         ]
     write_csv(args.out / "moc_scaling.csv", ("gpu", "what", "gpus", "seconds"), rows)
-    plot_lines(args.out / "moc_scaling.png", panels, "GPUs", "s", "computed")
+    plot_lines(args.out / "moc_scaling.png", panels, "log2 of GPUs", "s", "computed")
     others = {tokens: hidden_from(A800, True, tokens) for tokens in (TOKENS // 2, 2 * TOKENS)}
     publish(
         args.out,
