@@ -1,9 +1,10 @@
 """Which experts of every layer a save holds (MoC-System, section 3.2).
 
-The rest stays at older versions. Two levels: a snapshot takes a window of experts into the host's
-memory, and the first of that window go on to storage.
+The rest stays at older versions. Two levels: a snapshot takes some experts into the host's memory,
+and a part of them goes on to storage.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,9 +29,11 @@ def select(
 ) -> Selection:
     """Chooses the experts of one save.
 
-    Sequential: the m-th MoE layer takes (m + save * k + j) mod experts for j < k, so every expert
-    is saved once in ceil(experts / k) saves, and the layers are out of step with one another, so
-    that writers balance. Load-aware: the k experts with most unsaved tokens, ties by number.
+    Sequential: the m-th MoE layer takes (m + save + j * experts // k) mod experts for j < k, so
+    every expert is saved once in ceil(experts / k) saves. The paper prints this for k = 1, where
+    layers are out of step with one another, so that writers balance. Of more experts neighbours
+    would be one writer's, in most layers at once: so they are as far apart as can be. Load-aware:
+    the k experts with most unsaved tokens, ties by number.
 
     Args:
         policy: one of POLICIES.
@@ -50,7 +53,7 @@ def select(
     if policy == "full" or k == experts:
         return [tuple(range(experts)) for _ in range(layers)]
     if policy == "sequential":
-        return [_window(layer + save * k, k, experts) for layer in range(layers)]
+        return [tuple(sorted(_due(layer + save, k, experts))) for layer in range(layers)]
     return [_most(k, tokens) for tokens in _by_layer(unsaved, layers, experts)]
 
 
@@ -66,10 +69,9 @@ def select_two_levels(
 ) -> TwoLevels:
     """Chooses the experts of one save for both levels.
 
-    Sequential: a window of `k_snapshot` experts that slides by `k_persist` a save, of which the
-    first `k_persist` are persisted, so that both levels come to all experts. Load-aware: those with
-    most tokens not persisted are persisted; the snapshot has them and, beside them, those with most
-    tokens not in a snapshot.
+    Sequential: the snapshot has those that are persisted and, beside them, those that come next, so
+    that both levels come to all experts. Load-aware: those with most tokens not persisted are
+    persisted; the snapshot has them and, beside them, those with most tokens not in a snapshot.
 
     Args:
         policy: one of POLICIES; `full` takes all experts at both levels.
@@ -95,19 +97,27 @@ def select_two_levels(
     if policy == "full":
         return TwoLevels(persist, persist)
     if policy == "sequential":
-        windows = [
-            _window(layer + save * k_persist, k_snapshot, experts) for layer in range(layers)
+        snapshot = [
+            tuple(sorted(itertools.islice(_in_turn(layer + save, k_persist, experts), k_snapshot)))
+            for layer in range(layers)
         ]
-        return TwoLevels(windows, persist)
-    snapshot = []
+        return TwoLevels(snapshot, persist)
+    wider = []
     for written, tokens in zip(persist, _by_layer(unsaved_snapshot, layers, experts), strict=True):
         others = sorted(set(range(experts)) - set(written), key=lambda e: (-tokens[e], e))
-        snapshot.append(tuple(sorted((*written, *others[: k_snapshot - len(written)]))))
-    return TwoLevels(snapshot, persist)
+        wider.append(tuple(sorted((*written, *others[: k_snapshot - len(written)]))))
+    return TwoLevels(wider, persist)
 
 
-def _window(start: int, k: int, experts: int) -> tuple[int, ...]:
-    return tuple(sorted((start + j) % experts for j in range(k)))
+def _due(start: int, k: int, experts: int) -> list[int]:
+    """Returns k different experts, as far apart as can be, the first of them `start`."""
+    return [(start + j * experts // k) % experts for j in range(k)]
+
+
+def _in_turn(start: int, k: int, experts: int) -> dict[int, None]:
+    """Returns all experts in the order in which saves of k come to them."""
+    ahead = range(-(-experts // k))
+    return dict.fromkeys(each for more in ahead for each in _due(start + more, k, experts))
 
 
 def _most(k: int, tokens: Sequence[int]) -> tuple[int, ...]:

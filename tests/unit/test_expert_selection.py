@@ -94,3 +94,18 @@ def test_what_cannot_be_is_refused(arguments, says):
 def test_more_to_persist_than_in_the_snapshot_is_refused():
     with pytest.raises(PlanError, match="not in the snapshot"):
         select_two_levels("sequential", 0, 1, 4, 1, 2)
+
+
+@pytest.mark.parametrize(("experts", "k"), [(16, 2), (16, 8), (64, 8), (256, 32)])
+def test_sequential_spreads_over_writers_that_hold_one_expert_of_each_layer(experts, k):
+    layers = 24
+    for save in range(experts // k):
+        chosen = select("sequential", save, layers, experts, k)
+        by_writer = [sum(expert in own for own in chosen) for expert in range(experts)]
+        assert max(by_writer) == layers * k / experts
+
+
+def test_of_a_wider_snapshot_the_others_are_written_next():
+    first, second = (select_two_levels("sequential", save, 1, 8, 4, 2) for save in (0, 1))
+    assert first == ([(0, 1, 4, 5)], [(0, 4)])
+    assert second.persist == [(1, 5)]
