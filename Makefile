@@ -8,7 +8,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/slurm/*.sbatch)
+SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/models/*.sh examples/slurm/*.sbatch)
 
 # From fast to slow, so that what is wrong shows early.
 TEST_DIRS := $(addprefix tests/,unit patches gloo faults gpu)
