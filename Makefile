@@ -14,7 +14,7 @@ SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/models/*.sh exam
 TEST_DIRS := $(addprefix tests/,unit patches gloo faults gpu)
 PARALLEL_TEST_DIRS := $(addprefix tests/,faults unit)
 # The programs among the files there, which have flags.
-BENCHMARKS = $(shell grep -l 'ArgumentParser(' benchmarks/*.py)
+BENCHMARKS = $(shell grep -l 'parse_args' benchmarks/*.py)
 
 .PHONY: help venv install demo test test-fast lint bench soak clean
 

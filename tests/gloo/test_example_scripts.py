@@ -16,6 +16,7 @@ from megatron_resilient.telemetry import read_events
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("mixtral", "deepseek", "qwen")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALL = {"SMALL": "1"}
 
 # What the papers and the published configurations say of the models.
@@ -200,16 +201,27 @@ def manifest_for_kubernetes(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_small_size_trains(model, tmp_path):
-    """The script as it stands: four nodes, saves by expert, replicas, and a report at the end."""
+    """The script as it stands: four nodes, saves by expert, replicas, and a report at the end.
+
+    The first one with the fault of the README.
+    """
     run = tmp_path / "run"
-    done = script(model, str(run), path=Path(sys.executable).parent, **SMALL)
+    fault = ("--resilient-fault", "kill-node node=2 step=12") if model == MODELS[0] else ()
+    assert not fault or f'_like.sh runs/first {fault[0]} "{fault[1]}"' in README
+    done = script(model, str(run), *fault, path=Path(sys.executable).parent, **SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     events = read_events(run)
-    losses = [event["loss"]["lm loss"] for event in events if event["event"] == "step"]
-    assert len(losses) == 30
-    assert losses[-1] < losses[0] - 0.5, losses
-    (start,) = (event for event in events if event["event"] == "run_start")
+    losses = {
+        event["step"]: event["loss"]["lm loss"] for event in events if event["event"] == "step"
+    }
+    assert sorted(losses) == list(range(1, 31))
+    assert losses[30] < losses[1] - 0.5, losses
+    start = next(event for event in events if event["event"] == "run_start")
     assert start["ep"] == start["world_size"] == 4
+    recoveries = [event for event in events if event["event"] == "recovery"]
+    assert len(recoveries) >= len(fault) // 2
+    assert all(event["lost_steps"] == 0 for event in recoveries)
+    assert "node2" in recoveries[0]["lost_nodes"] if fault else not recoveries
     placements = [event["slots"] for event in events if event["event"] == "placement"]
     (experts,) = {len({one for rank in slots for one in rank}) for slots in placements}
     assert sum(map(len, placements[0])) > experts  # replicas
@@ -226,6 +238,11 @@ def test_quickstart_trains_on_ones_own_text(tmp_path):
     for page in sorted((ROOT / "docs").glob("*.md")):
         for number, part in enumerate(page.read_text().split("\n## ")):
             (text / f"{page.stem}-{number}.txt").write_text(part)
+    # torch's own script; an environment that borrows its packages has them without their programs.
+    (tmp_path / "bin").mkdir()
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
     done = subprocess.run(
         [
             *(ROOT / "examples/quickstart.sh", text, run, "--train-iters", "4"),
@@ -233,7 +250,7 @@ def test_quickstart_trains_on_ones_own_text(tmp_path):
         ],
         env={
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "RANKS": "2",
         },
         capture_output=True,
