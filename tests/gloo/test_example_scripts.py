@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,6 +14,7 @@ import yaml
 
 from megatron_resilient.checkpoint.directory import manifests
 from megatron_resilient.telemetry import read_events
+from tests.support.docs_commands import shown_commands
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("mixtral", "deepseek", "qwen")
@@ -167,7 +169,8 @@ def test_full_sizes_are_what_megatron_and_we_accept(full_size, tmp_path):
         fewest, most = map(int, re.search(r"For (\d+) to (\d+) nodes of 8 GPUs", text).groups())
         flags = [*full_size(model)[8:], *HERE]
         cases.append((model, list(published), [8 * most, 8 * fewest], flags))
-    cases.append(("mixtral", list(PUBLISHED["mixtral"]), *manifest_for_kubernetes(tmp_path)))
+    for launched in (manifest_for_kubernetes(tmp_path), job_for_slurm(tmp_path)):
+        cases.append(("mixtral", list(PUBLISHED["mixtral"]), *launched))
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", VALIDATE, tmp_path / "cases.json"],
@@ -195,6 +198,50 @@ def manifest_for_kubernetes(folder):
     flags = command[command.index("/opt/megatron-resilient/examples/pretrain_moe.py") + 1 :]
     local = ("--data-path", str(folder / "corpus"), "--tokenizer-model", str(folder / "corpus.bin"))
     return ranks[::-1], [*flags, *local, *HERE]
+
+
+def job_for_slurm(folder):
+    """Returns the same of examples/slurm, as docs/operations.md has it submitted."""
+    (command,) = (
+        shown.text
+        for shown in shown_commands(ROOT / "docs/operations.md")
+        if "sbatch --no-kill" in shown.text
+    )
+    words = shlex.split(command)
+    start = words.index("sbatch")
+    asked = dict(word.split("=", 1) for word in words[:start])
+    nodes = words[words.index("--nodes") + 1]
+    called = folder / "slurm.calls"
+    programs(folder / "bin-slurm", called).joinpath("megatron-resilient").rename(
+        folder / "bin-slurm" / "srun"
+    )
+    scontrol = folder / "bin-slurm" / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho head\n")
+    scontrol.chmod(0o755)
+    done = subprocess.run(
+        ["bash", *words[words.index("examples/slurm/pretrain_moe.sbatch") :]],
+        env={
+            **os.environ,
+            **asked,
+            "PATH": f"{folder / 'bin-slurm'}:{os.environ['PATH']}",
+            "DATA_PREFIX": str(folder / "corpus"),
+            "TOKENIZER": str(folder / "tokenizer.model"),
+            "RUN_DIR": str(folder / "slurm"),
+            "SLURM_JOB_NODELIST": "head",
+            "SLURM_JOB_NUM_NODES": nodes,
+            "SLURM_JOB_ID": "7",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [line.split("\0")[:-1] for line in called.read_text().splitlines()]
+    (train,) = (call for call in calls if "run" in call)
+    assert f"{asked['MIN_NODES']}:{nodes}" in train
+    flags = train[train.index(str(ROOT / "examples/pretrain_moe.py")) + 1 :]
+    return [8 * int(nodes), 8 * int(asked["MIN_NODES"])], [*flags, *HERE]
 
 
 @pytest.mark.multiprocess
