@@ -1,8 +1,9 @@
 """Finds every command that README.md, CONTRIBUTING.md and docs/*.md show or name.
 
-In a fenced block without a language, or of a shell, a command is what stands behind `$ `, or a line
-that begins like one. In running text it is what stands in backquotes and begins like one, the
-program's name left out or not: `checkpoint gc DIR`, `simulate --recommend`.
+In a fenced block without a language, or of a shell, a command is what stands behind `$ `; without
+such prompts every line is one, if any begins like one. In running text it is what stands in
+backquotes and begins like one, the program's name left out or not: `checkpoint gc DIR`,
+`simulate --recommend`.
 """
 
 import re
@@ -70,7 +71,9 @@ def in_block(block: str) -> Iterator[tuple[str, str | None]]:
     lines = re.sub(r"\\\n\s*", "", block).splitlines()
     prompts = [number for number, line in enumerate(lines) if line.lstrip().startswith("$ ")]
     if not prompts:
-        yield from ((bare(line), None) for line in lines if _STARTS.match(line))
+        # Where one line is a command all are: of a program unknown here, too.
+        if any(map(_STARTS.match, lines)):
+            yield from ((bare(line), None) for line in lines if bare(line))
         return
     for number, end in zip(prompts, [*prompts[1:], len(lines)], strict=True):
         # An indented prompt is part of the output of something else.
@@ -81,7 +84,7 @@ def in_block(block: str) -> Iterator[tuple[str, str | None]]:
 
 def bare(line: str) -> str:
     """Returns a command line without the comment at its end."""
-    return re.sub(r"\s+# .*$", "", line).strip()
+    return re.sub(r"(?:^|\s+)# .*$", "", line).strip()
 
 
 def files_of(page: Path) -> dict[str, str]:

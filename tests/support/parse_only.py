@@ -26,11 +26,13 @@ def parse_and_stop(self, args=None, namespace=None):
 
 
 def script(path: str, flags: list[str]) -> None:
+    if "parse_args" not in Path(path).read_text(encoding="utf-8"):
+        raise SystemExit(f"{path} does not parse its command line")  # and would do its work
     sys.argv = [path, *flags]
     sys.path.insert(0, str(Path(path).parent))
     try:
         runpy.run_path(path, run_name="__main__")
-        raise SystemExit(f"{path} does not parse its command line")
+        raise SystemExit(f"{path} does not parse its command line first")
     finally:
         sys.path.pop(0)
 
@@ -74,4 +76,6 @@ if __name__ == "__main__":
                 pass
             except SystemExit as stop:
                 wrong = f"{stop}: {said.getvalue()[-500:]}"
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
         print(json.dumps(wrong), file=answers, flush=True)

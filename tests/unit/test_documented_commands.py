@@ -298,10 +298,11 @@ def parsed():
         words = [word for word in words_of(text) if not re.match(r"[A-Z_]+=|sudo$", word)]
         if words[0] in ("python", ".venv/bin/python"):
             words = words[1:]
-        path = words[0]
-        if path == "pretrain_moe.py" or path == "examples/pretrain_moe.py":
+        if words[0] == "-m":
+            words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+        if words[0] in ("pretrain_moe.py", "examples/pretrain_moe.py"):
             words = ["training", *words[1:]]
-        elif path == "testbed.py":
+        elif words[0] == "testbed.py":
             words = ["tools/testbed.py", *words[1:]]
         lines[text] = [words[0], words[1:]]
     done = subprocess.run(
@@ -321,13 +322,13 @@ def parsed():
 def test_scripts_take_the_flags_of_the_page(shown, parsed):
     """Benchmarks, tools and training scripts: everything up to what they are for."""
     words = shlex.split(shown.text)
-    if len(words) == 1:  # its name in a text, perhaps without what it requires
-        name = "tools/testbed.py" if words[0] == "testbed.py" else words[0]
-        assert (ROOT / name).is_file()
-        if name != "tools/testbed.py":
-            assert parsed[shown.text] is None
-        return
-    assert parsed[shown.text] is None
+    wrong = parsed[shown.text]
+    if len(words) == 1:  # a name in a text: of what requires more, or is no program, perhaps
+        path = ROOT / ("tools/testbed.py" if words[0] == "testbed.py" else words[0])
+        assert path.is_file()
+        if "parse_args" not in path.read_text() or "arguments are required" in str(wrong):
+            return
+    assert wrong is None
 
 
 @pytest.mark.parametrize("shown", cases("shell"))
@@ -377,14 +378,15 @@ def test_what_finds_commands_finds_them(tmp_path):
         "Use `make x`, `plan --loads A\nB` or `run`; `x.json` is:\n\n"
         '```json\n{"a": 1}\n```\n\n'
         "```\n$ megatron-resilient report A \\\n    B   # why\nprinted\n  more\n```\n\n"
-        "```\nmake y   # why\nno command\n```\n\n"
+        "```\nmake y   # why\n# because\ncurl z\n```\n\n```\nno command\n```\n\n"
         "```\nmake:\n  $ megatron-resilient doctor\n```\n"
     )
     found = [(s.line, s.text, s.output, s.short) for s in module.shown_commands(page)]
     assert found == [
         (8, "megatron-resilient report A B", "printed\n  more", False),
         (15, "make y", None, False),
-        (20, "megatron-resilient doctor", None, False),
+        (15, "curl z", None, False),
+        (25, "megatron-resilient doctor", None, False),
         (1, "make x", None, False),
         (1, "megatron-resilient plan --loads A B", None, True),
     ]
