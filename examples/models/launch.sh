@@ -6,7 +6,8 @@
 #   DATA_PREFIX=/data/corpus TOKENIZER=/data/tokenizer.model examples/models/MODEL.sh RUN_DIR
 #
 # See docs/operations.md for the coordinator. With SMALL=1 none of this is needed: four emulated
-# nodes train on this machine's CPU, on sequences that Megatron makes up, and a report is made.
+# nodes train on this machine's CPU, on sequences that Megatron makes up, and a report is made. What
+# they print is in RUN_DIR/logs.
 # The programs are those on PATH: activate their environment first (`source .venv/bin/activate`).
 set -euo pipefail
 
@@ -52,7 +53,7 @@ launch() {
             --save-interval 10
         )
         OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" megatron-resilient run --emulate-nodes 4 \
-            --rejoin-after 2 "$pretrain" "${common[@]}" "${made_up[@]}" "$@"
+            --rejoin-after 2 --log-dir "$run_dir/logs" "$pretrain" "${common[@]}" "${made_up[@]}" "$@"
         megatron-resilient report "$run_dir"
         return
     fi

@@ -274,6 +274,10 @@ def test_small_size_trains(model, tmp_path):
     assert sum(map(len, placements[0])) > experts  # replicas
     assert manifests(run / "checkpoints")[0] == 30
     assert (run / "report.html").stat().st_size > 10_000
+    assert "report.html: " in done.stdout
+    # What the ranks say is in files: a reader of the README finds the loss there.
+    logs = [path.read_text() for path in (run / "logs").rglob("*.log")]
+    assert any("lm loss" in log for log in logs)
 
 
 @pytest.mark.multiprocess
