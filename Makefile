@@ -8,13 +8,13 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/slurm/*.sbatch)
+SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh examples/models/*.sh examples/slurm/*.sbatch)
 
 # From fast to slow, so that what is wrong shows early.
 TEST_DIRS := $(addprefix tests/,unit patches gloo faults gpu)
 PARALLEL_TEST_DIRS := $(addprefix tests/,faults unit)
 # The programs among the files there, which have flags.
-BENCHMARKS = $(shell grep -l 'ArgumentParser(' benchmarks/*.py)
+BENCHMARKS = $(shell grep -l 'parse_args' benchmarks/*.py)
 
 .PHONY: help venv install demo test test-fast lint bench figures soak clean
 

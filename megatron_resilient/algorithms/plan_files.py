@@ -8,14 +8,21 @@ from typing import Any
 
 from megatron_resilient.algorithms.topology import NO_RACK, Topology
 from megatron_resilient.errors import PlanError
+from megatron_resilient.telemetry import read_events
 
 
 def read_loads(path: str | Path) -> list[list[int | float]]:
     """Reads `{"layers": [[tokens of expert 0, tokens of expert 1, ...], ...]}`.
 
+    Or what a run counted, if `path` is its folder: tokens of the later half of its steps, because
+    routers spread tokens otherwise in their first steps. Layers without experts are left out.
+
     Raises:
         PlanError: The file cannot be read as that; the message says where.
+        TelemetryError: The events of a run are damaged.
     """
+    if Path(path).is_dir():
+        return _loads_of_run(path)
     document = _read(path)
     layers = document.get("layers") if isinstance(document, Mapping) else None
     if not _is_list(layers) or not layers:
@@ -30,6 +37,28 @@ def read_loads(path: str | Path) -> list[list[int | float]]:
                     "tokens must be a finite number >= 0"
                 )
     return [list(loads) for loads in layers]
+
+
+def _loads_of_run(path: str | Path) -> list[list[int | float]]:
+    # A step that was rolled back and done again counts once, as it was done last.
+    counted = {
+        (event["layer"], event["step"]): event["tokens"]
+        for event in read_events(path)
+        if event["event"] == "expert_load" and event["step"] is not None
+    }
+    if not counted:
+        raise PlanError(
+            f"{path}: the run has counted no loads yet (--resilient-expert-load-interval)"
+        )
+    steps = [step for _, step in counted]
+    middle = (min(steps) + max(steps)) / 2
+    later: dict[int, list[list[int | float]]] = {}
+    for (layer, step), tokens in counted.items():
+        if step >= middle:
+            later.setdefault(layer, []).append(tokens)
+    return [
+        [sum(column) for column in zip(*rows, strict=True)] for _, rows in sorted(later.items())
+    ]
 
 
 def read_topology(path: str | Path) -> Topology:

@@ -32,8 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loads",
         required=True,
-        metavar="FILE",
-        help='tokens per expert and layer: {"layers": [[tokens of expert 0, ...], ...]}',
+        metavar="PATH",
+        help='tokens per expert and layer: {"layers": [[tokens of expert 0, ...], ...]}, or the '
+        "folder of a run of ours",
     )
     parser.add_argument("--nodes", required=True, type=_positive, metavar="N", help="nodes")
     parser.add_argument(

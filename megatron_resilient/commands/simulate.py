@@ -85,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--min-replicas", type=_count, default=2, metavar="F", help="default: 2")
     cluster.add_argument("--min-nodes", type=_count, default=1, metavar="M", help="default: 1")
     cluster.add_argument(
-        "--loads", metavar="FILE", help="tokens per expert and layer, as for `plan`; some layers do"
+        "--loads", metavar="PATH", help="tokens per expert and layer, as for `plan`; some layers do"
     )
     cluster.add_argument(
         "--experts", type=_count, default=64, metavar="E", help="without --loads (default: 64)"

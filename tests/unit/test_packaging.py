@@ -16,7 +16,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 SHELL_SCRIPTS = sorted(
-    [ROOT / ".ci/run", *ROOT.glob("tools/*.sh"), *ROOT.glob("examples/*/*.sbatch")]
+    [
+        ROOT / ".ci/run",
+        *ROOT.glob("tools/*.sh"),
+        *ROOT.glob("examples/**/*.sh"),
+        *ROOT.glob("examples/*/*.sbatch"),
+    ]
 )
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_resilient import cli
+from megatron_resilient.algorithms.plan_files import read_loads
+from megatron_resilient.telemetry import EventLog
 from tests.support import planning_oracles as oracles
 
 LOADS = [[40, 10, 30, 20], [1, 1, 1, 97]]
@@ -175,6 +177,25 @@ def test_topologies_that_cannot_be_read(loads_file, tmp_path, capsys, changes, m
     path = topology_file(tmp_path, **changes)
     assert plan(loads_file, "--topology", str(path)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_loads_of_a_run(tmp_path, capsys):
+    """What it counted in the later half of its steps; what was done again counts once."""
+    with EventLog(tmp_path, rank=0) as log:
+        log.emit("run_start", world_size=2)
+        assert plan(tmp_path) == 2
+        assert "has counted no loads yet" in capsys.readouterr().err
+        for step, tokens in ((10, [9, 9]), (20, [1, 5]), (30, [7, 7]), (30, [2, 6])):
+            for layer in (4, 3):
+                rows = {"tokens": [count * layer for count in tokens], "steps": 10}
+                log.emit("expert_load", step, layer=layer, **rows)
+    assert read_loads(tmp_path) == [[9, 33], [12, 44]]
+    assert plan(tmp_path) == 0
+    assert "5 nodes of 3 slots" in capsys.readouterr().out
+    assert plan(tmp_path / "absent") == 2
+    (tmp_path / "empty").mkdir()
+    assert plan(tmp_path / "empty") == 2
+    assert capsys.readouterr().err.count("\n") == 2
 
 
 def test_missing_file_and_wrong_flags(loads_file, tmp_path, capsys):
