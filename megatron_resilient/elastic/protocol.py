@@ -4,6 +4,7 @@ Nothing that comes from the network is unpickled or evaluated: a line becomes on
 of `messages`, with all its fields checked, or a `ProtocolError`.
 """
 
+import base64
 import hashlib
 import hmac
 import json
@@ -13,6 +14,7 @@ import re
 import secrets
 import types
 import typing
+import zlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
@@ -25,12 +27,16 @@ from megatron_resilient.elastic.messages import (
     WORKER,
     FromServer,
     Hello,
+    Seated,
     ToServer,
 )
+from megatron_resilient.elastic.world import Seat
 from megatron_resilient.errors import ConfigError, ProtocolError
 
-# A world of some 16 thousand ranks; a stranger cannot make the server hold more than this.
+# A stranger cannot make the server hold more than this. Seats of a world, packed, take some 22
+# bytes each.
 MAX_LINE_BYTES = 4 << 20
+_MAX_SEATS_BYTES = 256 << 20  # unpacked
 MAX_LOCAL_WORLD = 1024
 
 TOKEN_VARIABLE = "MEGATRON_RESILIENT_TOKEN"
@@ -48,15 +54,31 @@ def encode(message: ToServer | FromServer) -> bytes:
     Raises:
         ProtocolError: A value that JSON cannot say, or a line that is too long.
     """
+    return b"".join(encode_parts(message))
+
+
+def encode_parts(message: ToServer | FromServer) -> list[bytes]:
+    """Returns a message as one line, in parts; worlds of one generation share the largest.
+
+    Raises:
+        ProtocolError: As `encode`.
+    """
+    packed = {"seats": message.seats} if isinstance(message, Seated) else {}
     plain = {"type": message.TYPE} | {
-        field.name: _plain(getattr(message, field.name)) for field in fields(message)
+        field.name: _plain(getattr(message, field.name))
+        for field in fields(message)
+        if field.name not in packed
     }
     line = json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-    if len(line) > MAX_LINE_BYTES:
+    parts = [line]
+    for name, seats in packed.items():
+        parts = [line[:-2] + f',"{name}":"'.encode(), _packs.pack(seats), b'"}\n']
+    size = sum(map(len, parts))
+    if size > MAX_LINE_BYTES:
         raise ProtocolError(
-            f"a message {message.TYPE!r} of {len(line)} bytes; at most {MAX_LINE_BYTES} are sent"
+            f"a message {message.TYPE!r} of {size} bytes; at most {MAX_LINE_BYTES} are sent"
         )
-    return line
+    return parts
 
 
 def parse_to_server(line: bytes) -> ToServer:
@@ -79,6 +101,43 @@ def parse_from_server(line: bytes) -> FromServer:
     """
     message: FromServer = _parse(line, _FROM_SERVER)
     return message
+
+
+class _Packs:
+    """Seats as text, compressed: all members of a world are told the same ones.
+
+    Without this a coordinator of 8,000 ranks would write, and send, some 3 MB for each of them.
+    """
+
+    def __init__(self) -> None:
+        self._seats: tuple[Seat, ...] | None = None
+        self._packed = b""
+
+    def pack(self, seats: tuple[Seat, ...]) -> bytes:
+        """Returns base64 of their JSON, compressed; made once for each world."""
+        if seats is not self._seats:
+            text = json.dumps(_plain(seats), allow_nan=False, separators=(",", ":")).encode()
+            self._seats, self._packed = seats, base64.b64encode(zlib.compress(text, 1))
+        return self._packed
+
+
+_packs = _Packs()
+
+
+def _unpack(packed: str) -> Any:
+    """Returns what was packed, as plain values.
+
+    Raises:
+        ProtocolError: It was not packed by us.
+    """
+    try:
+        reader = zlib.decompressobj()
+        text = reader.decompress(base64.b64decode(packed, validate=True), _MAX_SEATS_BYTES)
+        if not reader.eof:
+            raise ValueError("it is cut short, or too long")
+        return json.loads(text)
+    except (ValueError, zlib.error, RecursionError) as error:
+        raise ProtocolError(f"world: seats that cannot be read: {error}") from error
 
 
 def new_nonce() -> str:
@@ -190,6 +249,8 @@ def _parse(line: bytes, kinds: Mapping[str, type]) -> Any:
     kind = kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"no message is called {name!r:.40}")
+    if kind is Seated and isinstance(record.get("seats"), str):
+        record["seats"] = _unpack(record["seats"])
     return _build(kind, record, name)
 
 
