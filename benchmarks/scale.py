@@ -26,7 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import scale_model as model
-from benchmarks.scale_coordinator import measure
+from benchmarks.scale_coordinator import measure, take_over
 from benchmarks.scale_groups import count_calls, gloo_groups, store_rate
 from benchmarks.scale_model import Cluster
 from benchmarks.scale_planning import TOKENS_PER_RANK, plan_stage, plan_state
@@ -186,7 +186,9 @@ def coordinator(clusters: list[Cluster]) -> list[Row]:
         measured(f"coordinator: {text}", "s", [cost[name].seconds for cost in costs])
         for name, text in names
     ]
+    back = [take_over(cluster.nodes, cluster.gpus) for cluster in possible]
     rows += [
+        measured("coordinator: started anew, all are back", "s", back),
         measured("  a world, as it is sent to each", "kB", [c["form"].bytes / 1000 for c in costs]),
         measured("  its memory", "MB", [c["memory"].bytes / 1e6 for c in costs]),
     ]

@@ -26,6 +26,7 @@ from megatron_resilient.elastic.messages import (
     StatusQuery,
 )
 from megatron_resilient.elastic.protocol import TOKEN_VARIABLE, encode
+from megatron_resilient.elastic.world import HeldWorld, Seat
 
 
 class RealCoordinator:
@@ -155,6 +156,28 @@ def measure(nodes: int, local_world: int, beat_seconds: float = 4.0) -> dict[str
         swarm.close()
         coordinator.close()
     return costs
+
+
+def take_over(nodes: int, local_world: int) -> float:
+    """Returns seconds until a new coordinator has all members of a job back.
+
+    Args:
+        nodes: Nodes.
+        local_world: Workers of each.
+    """
+    coordinator = RealCoordinator("--heartbeat-timeout", "100", "--fence-timeout", "200")
+    swarm = Swarm(coordinator.port)
+    seats = tuple(Seat(f"node{n}", rank, {}) for n in range(nodes) for rank in range(local_world))
+    try:
+        began = time.perf_counter()
+        swarm.connect(nodes, local_world, HeldWorld(5, 1.5, seats, 123456, True))
+        seconds = time.perf_counter() - began
+        phase = coordinator.status()[0]["phase"]
+        assert phase == "training", phase
+    finally:
+        swarm.close()
+        coordinator.close()
+    return seconds
 
 
 def _beats(coordinator: RealCoordinator, swarm: Swarm, seconds: float) -> Cost:

@@ -20,6 +20,7 @@ from megatron_resilient.elastic.messages import (
     ToServer,
 )
 from megatron_resilient.elastic.protocol import encode, new_nonce, sign
+from megatron_resilient.elastic.world import HeldWorld
 
 TOKEN = b"a token of the benchmark"
 GRID = [1, 1, 16]  # tensor, context, pipeline
@@ -103,10 +104,24 @@ class Swarm:
         self._by_descriptor: dict[int, _Client] = {}
         self._known = 0
 
-    def connect(self, nodes: int, local_world: int) -> None:
-        """Connects an agent and `local_world` workers for each node, and waits for all welcomes."""
+    def connect(self, nodes: int, local_world: int, held: HeldWorld | None = None) -> None:
+        """Connects an agent and `local_world` workers for each node, and waits for all welcomes.
+
+        Args:
+            nodes: Nodes.
+            local_world: Workers of each.
+            held: The world in which the workers say that they are: they come back.
+        """
         hellos = [
-            Hello(role, f"node{node}", f"{role}-{node:06d}-{rank}", rank, size, 4000 + rank)
+            Hello(
+                role,
+                f"node{node}",
+                f"{role}-{node:06d}-{rank}",
+                rank,
+                size,
+                4000 + rank,
+                held if role == WORKER else None,
+            )
             for node in range(nodes)
             for role, rank, size in [
                 (AGENT, 0, local_world),

@@ -15,6 +15,7 @@ import secrets
 import types
 import typing
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
@@ -30,13 +31,14 @@ from megatron_resilient.elastic.messages import (
     Seated,
     ToServer,
 )
-from megatron_resilient.elastic.world import Seat
+from megatron_resilient.elastic.world import HeldWorld, Seat
 from megatron_resilient.errors import ConfigError, ProtocolError
 
 # A stranger cannot make the server hold more than this. Seats of a world, packed, take some 22
 # bytes each.
 MAX_LINE_BYTES = 4 << 20
-_MAX_SEATS_BYTES = 256 << 20  # unpacked
+# Unpacked: what the coordinator says, and what one says that may be a stranger.
+_MAX_SEATS_BYTES = {Seated: 256 << 20, HeldWorld: MAX_LINE_BYTES}
 MAX_LOCAL_WORLD = 1024
 
 TOKEN_VARIABLE = "MEGATRON_RESILIENT_TOKEN"
@@ -63,16 +65,16 @@ def encode_parts(message: ToServer | FromServer) -> list[bytes]:
     Raises:
         ProtocolError: As `encode`.
     """
-    packed = {"seats": message.seats} if isinstance(message, Seated) else {}
+    left_out = {"seats"} if isinstance(message, Seated) else set()
     plain = {"type": message.TYPE} | {
         field.name: _plain(getattr(message, field.name))
         for field in fields(message)
-        if field.name not in packed
+        if field.name not in left_out
     }
     line = json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
     parts = [line]
-    for name, seats in packed.items():
-        parts = [line[:-2] + f',"{name}":"'.encode(), _packs.pack(seats), b'"}\n']
+    if isinstance(message, Seated):
+        parts = [line[:-2] + b',"seats":"', _packs.pack(message.seats), b'"}\n']
     size = sum(map(len, parts))
     if size > MAX_LINE_BYTES:
         raise ProtocolError(
@@ -104,40 +106,50 @@ def parse_from_server(line: bytes) -> FromServer:
 
 
 class _Packs:
-    """Seats as text, compressed: all members of a world are told the same ones.
+    """Seats as text, compressed: all members of a world are told, and tell, the same ones.
 
-    Without this a coordinator of 8,000 ranks would write, and send, some 3 MB for each of them.
+    Without this a coordinator of 8,000 ranks would write, and send, some 3 MB for each of them, and
+    read the seats of each one that comes back to it. The newest ones are made and read once.
     """
 
     def __init__(self) -> None:
-        self._seats: tuple[Seat, ...] | None = None
-        self._packed = b""
+        self._known: deque[tuple[tuple[Seat, ...], bytes]] = deque(maxlen=4)
 
     def pack(self, seats: tuple[Seat, ...]) -> bytes:
-        """Returns base64 of their JSON, compressed; made once for each world."""
-        if seats is not self._seats:
-            text = json.dumps(_plain(seats), allow_nan=False, separators=(",", ":")).encode()
-            self._seats, self._packed = seats, base64.b64encode(zlib.compress(text, 1))
-        return self._packed
+        """Returns base64 of their JSON, compressed; of seats that were unpacked, that text."""
+        for known, packed in self._known:
+            if known is seats:
+                return packed
+        plain = [_plain(vars(seat)) for seat in seats]
+        text = json.dumps(plain, allow_nan=False, separators=(",", ":")).encode()
+        packed = base64.b64encode(zlib.compress(text, 1))
+        self._known.append((seats, packed))
+        return packed
+
+    def unpack(self, packed: str, most_bytes: int, where: str) -> tuple[Seat, ...]:
+        """Returns what was packed.
+
+        Raises:
+            ProtocolError: It is no text of ours, or more than so many bytes.
+        """
+        given = packed.encode(errors="replace")
+        for known, text in self._known:
+            if text == given:
+                return known
+        try:
+            reader = zlib.decompressobj()
+            text = reader.decompress(base64.b64decode(given, validate=True), most_bytes)
+            if not reader.eof:
+                raise ValueError("cut short, or too long")
+            plain = json.loads(text)
+        except (ValueError, zlib.error, RecursionError) as error:
+            raise ProtocolError(f"{where}: seats that cannot be read: {error}") from error
+        seats: tuple[Seat, ...] = _build(tuple[Seat, ...], plain, where)
+        self._known.append((seats, given))
+        return seats
 
 
 _packs = _Packs()
-
-
-def _unpack(packed: str) -> Any:
-    """Returns what was packed, as plain values.
-
-    Raises:
-        ProtocolError: It was not packed by us.
-    """
-    try:
-        reader = zlib.decompressobj()
-        text = reader.decompress(base64.b64decode(packed, validate=True), _MAX_SEATS_BYTES)
-        if not reader.eof:
-            raise ValueError("it is cut short, or too long")
-        return json.loads(text)
-    except (ValueError, zlib.error, RecursionError) as error:
-        raise ProtocolError(f"world: seats that cannot be read: {error}") from error
 
 
 def new_nonce() -> str:
@@ -231,6 +243,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
+    if isinstance(value, HeldWorld):
+        return vars(value) | {"seats": _packs.pack(value.seats).decode()}
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     raise ProtocolError(f"a {type(value).__name__} cannot be sent; use plain Python values")
@@ -249,8 +263,6 @@ def _parse(line: bytes, kinds: Mapping[str, type]) -> Any:
     kind = kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"no message is called {name!r:.40}")
-    if kind is Seated and isinstance(record.get("seats"), str):
-        record["seats"] = _unpack(record["seats"])
     return _build(kind, record, name)
 
 
@@ -287,7 +299,10 @@ def _build_dataclass(kind: Any, value: Any, where: str) -> Any:
         raise ProtocolError(f"{where}: {value!r:.40} is no object")
     hints, given = _hints(kind), {}
     for field in fields(kind):
-        if field.name in value:
+        packed = value.get("seats") if field.name == "seats" else None
+        if isinstance(packed, str) and kind in _MAX_SEATS_BYTES:
+            given["seats"] = _packs.unpack(packed, _MAX_SEATS_BYTES[kind], where)
+        elif field.name in value:
             given[field.name] = _build(
                 hints[field.name], value[field.name], f"{where}.{field.name}"
             )

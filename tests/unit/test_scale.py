@@ -1,6 +1,9 @@
 """What docs/scale.md computes is what the code does, and what was quadratic is so no more."""
 
+import base64
+import json
 import re
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -18,7 +21,7 @@ from megatron_resilient.elastic.messages import Hello, Ready, Seated
 from megatron_resilient.elastic.orders import Log, Record, Send
 from megatron_resilient.elastic.roster import Process, Roster
 from megatron_resilient.elastic.rules import Rules
-from megatron_resilient.elastic.world import Seat
+from megatron_resilient.elastic.world import HeldWorld, Seat
 from megatron_resilient.errors import ProtocolError
 
 SMALL = Cluster(8, stages=4, gpus=8, slots=32)
@@ -125,9 +128,28 @@ def test_seats_that_cannot_be_read_are_a_protocol_error(packed):
 
 def test_seats_that_are_too_long_are_not_unpacked(monkeypatch):
     line = protocol.encode(world(64))
-    monkeypatch.setattr(protocol, "_MAX_SEATS_BYTES", 1000)
+    monkeypatch.setitem(protocol._MAX_SEATS_BYTES, Seated, 1000)
+    monkeypatch.setattr(protocol, "_packs", protocol._Packs())
     with pytest.raises(ProtocolError, match="too long"):
         protocol.parse_from_server(line)
+
+
+def test_who_comes_back_tells_the_same_text_and_it_is_read_once():
+    seats = tuple(Seat(f"n{number}", 0, {}) for number in range(50))
+    held = HeldWorld(generation=2, formed=1.5, seats=seats, step=7, training=True)
+    hello = Hello("worker", "n0", "process-1", world=held)
+    line = protocol.encode(protocol.sign(hello, "challenge", b"token"))
+    assert len(line) < 50 * 20
+    first, again = (protocol.parse_to_server(line) for _ in range(2))
+    assert first.world == held
+    assert first.world.seats is again.world.seats
+    assert protocol.is_signed(first, "challenge", b"token")
+    # Another compression of the same seats is still its sender's own text.
+    text = zlib.compress(json.dumps([vars(seat) for seat in seats]).encode(), 9)
+    other = json.loads(line) | {"mac": ""}
+    other["world"]["seats"] = base64.b64encode(text).decode()
+    told = protocol.parse_to_server(json.dumps(other).encode())
+    assert base64.b64encode(text) in protocol.encode(told)
 
 
 def test_what_a_rank_has_is_not_looked_for_among_all_holders(monkeypatch):
