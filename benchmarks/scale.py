@@ -7,7 +7,7 @@ Every number says how it came about:
 measured      the code that training runs, at that size, on this machine: planning on made-up
               loads, the coordinator with a socket for each member, manifests, records, events
 computed      by a formula of scale_model.py, from sizes or from a measured unit cost
-extrapolated  from the largest size that was measured, in proportion to the ranks
+extrapolated  by the line through the two sizes that were measured
 
 docs/scale.md says what follows. Takes some minutes. The coordinator is measured at sizes that the
 limit of open files allows. Ends with status 1 if counted process groups are not the formula's.
@@ -54,10 +54,12 @@ class Row:
 
 
 def measured(name: str, unit: str, values: list[float]) -> Row:
-    """Returns a row of values of the first sizes; the others in proportion to ranks."""
+    """Returns a row of values of the first sizes; the others on the line through the last two."""
     known = [(value, MEASURED) for value in values]
-    last, base = values[-1], SIZES[len(values) - 1]
-    more = [(last * nodes / base, EXTRAPOLATED) for nodes in SIZES[len(values) :]]
+    last = len(values) - 1
+    before, base = (SIZES[last - 1], SIZES[last]) if last else (0, SIZES[0])
+    slope = (values[-1] - (values[-2] if last else 0.0)) / (base - before)
+    more = [(values[-1] + slope * (n - base), EXTRAPOLATED) for n in SIZES[last + 1 :]]
     return Row(name, unit, (*known, *more))
 
 

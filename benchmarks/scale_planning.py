@@ -62,6 +62,10 @@ def plan_stage(cluster: Cluster) -> Planned:
         "token split",
         lambda: assign_tokens(tokens, table[0], ranks_per_node=together),
     )
+    for _ in range(3):  # the first one also has the memory made
+        began = time.process_time()
+        assign_tokens(tokens, table[0], ranks_per_node=together)
+        seconds["token split"] = min(seconds["token split"], time.process_time() - began)
     _timed(seconds, "own part of the split", lambda: (split.sent_by(0), split.received_by(0)))
     after = cluster.without_a_node()
     wanted = _timed(
