@@ -670,7 +670,9 @@ def test_our_own_standstill_leaves_time_to_say_where_one_is():
     now, orders = 0.0, []
     while WhereQuery() not in sent(orders, 0):
         now += 0.5
-        orders = [*machine.received(now, 0, Beat(4, 0)), *machine.received(now, 1, Beat(4, 0))]
+        for key in (0, 1):
+            assert not machine.received(now, key, Beat(4, 0))
+        orders = machine.tick(now)
     assert not machine.tick(now + 100)[1:]  # it logs that it stood still
     assert not sent(machine.received(now + 100, 0, Whereabouts(True, "f")), 0)
     (fence,) = sent(machine.received(now + 100, 1, Whereabouts(True, "f")), 0)

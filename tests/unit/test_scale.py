@@ -5,10 +5,12 @@ import json
 import re
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks import scale_model as model
+from benchmarks import scale_page
 from benchmarks.scale_members import SETTINGS, beat, kept_state
 from benchmarks.scale_model import MODEL, Cluster
 from benchmarks.scale_planning import plan_stage, plan_state
@@ -152,6 +154,24 @@ def test_who_comes_back_tells_the_same_text_and_it_is_read_once():
     assert base64.b64encode(text) in protocol.encode(told)
 
 
+def test_after_a_restart_the_rest_are_awaited_while_others_come_back():
+    machine = Membership(Rules(), 0.0)  # 6 s without a sign
+    seats = tuple(Seat(f"n{number}", 0, {}) for number in range(3))
+    held = HeldWorld(generation=2, formed=1.5, seats=seats, step=7, training=True)
+
+    machine.connected(0.0, 0, Hello("worker", "n0", "process-0", world=held), "h")
+    for second in range(1, 6):
+        machine.received(float(second), 0, beat())
+        assert not machine.tick(float(second))
+    machine.connected(5.0, 1, Hello("worker", "n1", "process-1", world=held), "h")
+    for second in (6.0, 7.0):
+        machine.received(second, 0, beat())
+        machine.received(second, 1, beat())
+        assert not machine.tick(second)
+    told = [order.text for order in machine.tick(8.5) if isinstance(order, Log)]
+    assert any("n2 is lost" in text for text in told)
+
+
 def test_what_a_rank_has_is_not_looked_for_among_all_holders(monkeypatch):
     everybody = [[Piece("dense", 0, 8)]] * 200
     monkeypatch.setattr("megatron_resilient.algorithms.refill_plan._cut", None)
@@ -229,3 +249,9 @@ def test_groups_are_those_that_megatron_makes():
     from benchmarks.scale_groups import count_calls
 
     assert count_calls(64, 16)[0] == model.group_calls(Cluster(8, stages=16))
+
+
+def test_the_page_says_what_is_computed():
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    for line in scale_page.lines():
+        assert line in page
