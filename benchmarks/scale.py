@@ -148,11 +148,13 @@ def state(clusters: list[Cluster], folder: Path) -> list[Row]:
     events = [
         events_cost(cluster.expert_ranks, folder / f"run{cluster.nodes}") for cluster in clusters
     ]
+    files = [(count, MEASURED) for count in told["manifest files"]]
+    files += [(model.save_files(cluster), COMPUTED) for cluster in clusters[len(files) :]]
     return [
         measured("recovery: reading what all ranks hold, on each", "s", reading),
         measured("recovery: refill plan of the world", "s", told["refill plan"]),
         measured("save: write plan of the world", "s", told["write plan"]),
-        measured("save: files", "", told["manifest files"]),
+        Row("save: files", "", tuple(files)),
         measured("save: manifest", "MiB", [each / (1 << 20) for each in told["manifest bytes"]]),
         measured("save: manifest, to make", "s", told["manifest write"]),
         measured("save: manifest, to read and verify", "s", told["manifest read"]),
@@ -173,6 +175,7 @@ def coordinator(clusters: list[Cluster]) -> list[Row]:
         (each * model.beats_per_second(cluster), COMPUTED)
         for each, cluster in zip([*beats, *beats[-1:] * 3], clusters, strict=False)
     ]
+    clock = [cost["idle"].cpu_seconds for cost in costs]
     names = (
         ("connect", "all connect"),
         ("start", "all are ready: first generation"),
@@ -183,6 +186,7 @@ def coordinator(clusters: list[Cluster]) -> list[Row]:
     rows = [
         Row("coordinator: a heartbeat", "us", tuple((1e6 * each, MEASURED) for each in beats)),
         Row("  all heartbeats, share of a core", "", tuple(load)),
+        measured("coordinator: its clock, share of a core", "", clock),
     ]
     rows += [
         measured(f"coordinator: {text}", "s", [cost[name].seconds for cost in costs])
