@@ -57,7 +57,7 @@ def plan_refill(
 
     A rank takes what it has from itself, else from a rank of its node, else from the holder that
     has given least so far (ties: the lower rank). The sources of a piece may change along it.
-    O(wanted pieces x holders of each).
+    O(pieces that a rank wants and does not have x holders of each, + all pieces).
 
     Args:
         held: pieces of every rank; several ranks may hold the same.
@@ -75,7 +75,14 @@ def plan_refill(
     copies: list[Copy] = []
     missing: list[tuple[int, Piece]] = []
     for target, pieces in enumerate(wanted):
+        own: dict[str, list[Piece]] = {}
+        for piece in held[target]:
+            own.setdefault(piece.key, []).append(piece)
         for piece in pieces:
+            # Most of it is there already. Of dense state every rank of a stage may be a holder.
+            if any(p.start <= piece.start and piece.stop <= p.stop for p in own.get(piece.key, ())):
+                _add(copies, piece, target, target)
+                continue
             for part, having in _cut(piece, holders.get(piece.key, ())):
                 if not having:
                     missing.append((target, part))
@@ -83,11 +90,7 @@ def plan_refill(
                 source = _source(target, having, nodes, given)
                 if source != target:
                     given[source] += part.size
-                last = copies[-1] if copies else None
-                if last is not None and _continues(last, part, source, target):
-                    copies[-1] = Copy(Piece(part.key, last.piece.start, part.stop), source, target)
-                else:
-                    copies.append(Copy(part, source, target))
+                _add(copies, part, source, target)
     return RefillPlan(tuple(copies), tuple(missing))
 
 
@@ -143,6 +146,15 @@ def _source(target: int, having: list[int], nodes: Sequence[str], given: list[in
         return target
     near = [rank for rank in having if nodes[rank] == nodes[target]]
     return min(near or having, key=lambda rank: (given[rank], rank))
+
+
+def _add(copies: list[Copy], part: Piece, source: int, target: int) -> None:
+    """Adds a copy, or makes the last one longer."""
+    last = copies[-1] if copies else None
+    if last is not None and _continues(last, part, source, target):
+        copies[-1] = Copy(Piece(part.key, last.piece.start, part.stop), source, target)
+    else:
+        copies.append(Copy(part, source, target))
 
 
 def _continues(last: Copy, part: Piece, source: int, target: int) -> bool:

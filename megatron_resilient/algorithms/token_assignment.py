@@ -298,16 +298,20 @@ def _levels(slots: _Slots, quotas: IntArray, cells: Sequence[IntArray]) -> tuple
     room = quotas.ravel()[slots.order]
     left = slots.tokens
     expert = slots.sorted_expert
-    levels = []
+    levels: list[_Level] = []
     for cell in cells:
         slot_cell = cell[slots.sorted_rank]
         slot_end = _running_sum(room, expert * slots.ranks + slot_cell)
         source_end = _running_sum(left, cell)
         level = _Level(cell, source_end - left, source_end, slot_end - room, slot_end)
         levels.append(level)
+        if len(levels) == len(cells):
+            break  # nothing is left for a larger one
         # What finds a place at this level is what the shorter line covers.
         cells_there = int(cell[-1]) + 1 if len(cell) else 0
-        there = np.add.reduceat(left, np.flatnonzero(np.diff(cell, prepend=-1)), axis=0)
+        there = left
+        if cells_there < len(cell):
+            there = np.add.reduceat(left, np.flatnonzero(np.diff(cell, prepend=-1)), axis=0)
         wanted = np.zeros((cells_there, slots.experts), dtype=np.int64)
         np.add.at(wanted, (slot_cell, expert), room)
         room = room - np.clip(there[slot_cell, expert] - level.slot_start, 0, room)
@@ -318,6 +322,8 @@ def _levels(slots: _Slots, quotas: IntArray, cells: Sequence[IntArray]) -> tuple
 def _running_sum(values: IntArray, group: IntArray) -> IntArray:
     """Returns sums of the rows up to and with each, started anew where the group changes."""
     changes = np.diff(group, prepend=-1) != 0
+    if changes.all():
+        return values
     total = np.cumsum(values, axis=0)
     before_group = (total - values)[np.flatnonzero(changes)]
     within: IntArray = total - before_group[np.cumsum(changes) - 1]

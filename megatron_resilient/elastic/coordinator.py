@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from megatron_resilient.elastic.membership import Membership
-from megatron_resilient.elastic.messages import CLIENT, FromServer
+from megatron_resilient.elastic.messages import CLIENT, Beat, FromServer
 from megatron_resilient.elastic.orders import (
     Close,
     CloseStore,
@@ -104,6 +104,7 @@ class Coordinator:
         self._log = None if run_dir is None else EventLog(run_dir, rank=None, node="coordinator")
         self._peers: dict[int, Peer] = {}
         self._next_key = 1
+        self._settling = False
         self._stores: dict[int, Store] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -175,7 +176,10 @@ class Coordinator:
         assert hello is not None
         key, self._next_key = self._next_key, self._next_key + 1
         self._peers[key] = peer
-        self._do(lambda: self.membership.connected(self.now(), key, hello, peer.own_host))
+        self._do(
+            lambda: self.membership.connected(self.now(), key, hello, peer.own_host, more=True)
+        )
+        self._settle_soon()
         return key
 
     def heard(self, key: int, line: bytes) -> None:
@@ -185,13 +189,26 @@ class Coordinator:
             ProtocolError: It is wrong.
         """
         message = parse_to_server(line)
-        self._do(lambda: self.membership.received(self.now(), key, message))
+        self._do(lambda: self.membership.received(self.now(), key, message, more=True))
+        if not isinstance(message, Beat):
+            self._settle_soon()
 
     def lost(self, key: int, error: Exception | None) -> None:
         """A peer's connection ended."""
         self._peers.pop(key, None)
         proven = not (isinstance(error, OSError) and error.errno in _SILENCE)
-        self._do(lambda: self.membership.disconnected(self.now(), key, proven))
+        self._do(lambda: self.membership.disconnected(self.now(), key, proven, more=True))
+        self._settle_soon()
+
+    def _settle_soon(self) -> None:
+        """Has what depends on all members decided once, after all that is there to be read."""
+        if not self._settling:
+            self._settling = True
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        self._do(lambda: self.membership.tick(self.now()))
 
     # What the membership orders.
 

@@ -408,7 +408,7 @@ class Member:
                 held = HeldWorld(
                     generation=world.generation,
                     formed=world.times["formed"],
-                    seats=world.seats,
+                    seats=self._places(world),
                     step=step,
                     training=not over and world.generation > self._fenced_generation,
                 )
@@ -421,6 +421,11 @@ class Member:
             pid=os.getpid(),
             world=held,
         )
+
+    @staticmethod
+    def _places(world: World) -> tuple[Seat, ...]:
+        # Who sits where is all that a coordinator needs; states are many times as long.
+        return tuple(Seat(seat.node, seat.local_rank, {}) for seat in world.seats)
 
     def _step(self) -> int:
         step = self._report.get("step", 0)

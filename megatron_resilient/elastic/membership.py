@@ -20,7 +20,7 @@ from megatron_resilient.elastic.decisions.watch import (
     notice_stragglers,
     notice_stuck,
 )
-from megatron_resilient.elastic.messages import AGENT, CLIENT, WORKER, Hello, ToServer
+from megatron_resilient.elastic.messages import AGENT, CLIENT, WORKER, Beat, Hello, ToServer
 from megatron_resilient.elastic.orders import CloseStore, OpenStore, Order
 from megatron_resilient.elastic.roster import Agent, Process
 from megatron_resilient.elastic.rules import Rules
@@ -29,7 +29,12 @@ _STORE_PAUSE_SECONDS = 1.0
 
 
 class Membership:
-    """The members of one job. Every event returns the orders that follow from it, in order."""
+    """The members of one job. Every event returns the orders that follow from it, in order.
+
+    What depends on all members is decided at the end of an event, in time that grows with them. An
+    event that comes with `more` leaves that to the next one, or to `tick`: of a thousand messages
+    that are there at once, only the last needs it.
+    """
 
     def __init__(self, rules: Rules, now: float, unix_offset: float = 0.0) -> None:
         """Starts without members; a job that lives already makes itself known.
@@ -56,7 +61,9 @@ class Membership:
         """Whether the job is over."""
         return self._job.ended is not None
 
-    def connected(self, now: float, key: int, hello: Hello, host: str) -> list[Order]:
+    def connected(
+        self, now: float, key: int, hello: Hello, host: str, more: bool = False
+    ) -> list[Order]:
         """Somebody proved that it knows the token, and was welcomed.
 
         Args:
@@ -64,6 +71,7 @@ class Membership:
             key: The connection; never used twice.
             hello: What it said.
             host: Our own address on that connection.
+            more: See the class.
         """
         now = self._advance(now)
         self._job.by_key[key], self._roles[key] = None, hello.role
@@ -71,15 +79,18 @@ class Membership:
             meet_agent(self._job, now, key, hello)
         elif hello.role == WORKER:
             meet_worker(self._job, now, key, hello, host)
-        return self._settle(now)
+        return self._orders() if more else self._settle(now)
 
-    def disconnected(self, now: float, key: int, proven: bool = True) -> list[Order]:
+    def disconnected(
+        self, now: float, key: int, proven: bool = True, more: bool = False
+    ) -> list[Order]:
         """A connection ended.
 
         Args:
             now: The clock.
             key: The connection.
             proven: The other machine said so. It is silence if packets were only unanswered.
+            more: See the class.
         """
         now = self._advance(now)
         self._roles.pop(key, None)
@@ -90,10 +101,16 @@ class Membership:
             who.key, who.lost_at, who.proven = None, now, proven
             if who.finished is not None and not who.member:
                 self._job.processes.pop(who.hello.id, None)
-        return self._settle(now)
+        return self._orders() if more else self._settle(now)
 
-    def received(self, now: float, key: int, message: ToServer) -> list[Order]:
+    def received(self, now: float, key: int, message: ToServer, more: bool = False) -> list[Order]:
         """A message came.
+
+        Args:
+            now: The clock.
+            key: The connection.
+            message: What it says.
+            more: See the class.
 
         Raises:
             ProtocolError: It is not for this sender to say, or its content is wrong. Nothing has
@@ -110,7 +127,8 @@ class Membership:
         elif self._roles.get(key) == CLIENT:
             hear_user(self._job, now, key, message)
         # Else it was dismissed, and had not heard of it yet.
-        return self._settle(now)
+        # Most of what comes are heartbeats. What follows from them has time until the next tick.
+        return self._orders() if more or isinstance(message, Beat) else self._settle(now)
 
     def store_opened(self, now: float, generation: int, port: int) -> list[Order]:
         """The store that was ordered for a generation listens."""
@@ -162,6 +180,9 @@ class Membership:
             self._open_store(now)
             form(self._job, now)
             ask_for_boundary(self._job, now)
+        return self._orders()
+
+    def _orders(self) -> list[Order]:
         orders, self._job.orders = self._job.orders, []
         return orders
 

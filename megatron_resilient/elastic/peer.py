@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_resilient.elastic.messages import Challenge, FromServer, Hello, Refused, Welcome
 from megatron_resilient.elastic.protocol import (
     MAX_LINE_BYTES,
-    encode,
+    encode_parts,
     is_signed,
     new_nonce,
     parse_to_server,
@@ -138,7 +138,7 @@ class Peer(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        transport.write(encode(message))
+        transport.writelines(encode_parts(message))
         if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             self._coordinator.say(f"{self._name} does not read what it is sent: closed")
             self.abort()

@@ -4,6 +4,7 @@ Nothing that comes from the network is unpickled or evaluated: a line becomes on
 of `messages`, with all its fields checked, or a `ProtocolError`.
 """
 
+import base64
 import hashlib
 import hmac
 import json
@@ -13,6 +14,8 @@ import re
 import secrets
 import types
 import typing
+import zlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
@@ -25,12 +28,17 @@ from megatron_resilient.elastic.messages import (
     WORKER,
     FromServer,
     Hello,
+    Seated,
     ToServer,
 )
+from megatron_resilient.elastic.world import HeldWorld, Seat
 from megatron_resilient.errors import ConfigError, ProtocolError
 
-# A world of some 16 thousand ranks; a stranger cannot make the server hold more than this.
+# A stranger cannot make the server hold more than this. Seats of a world, packed, take some 22
+# bytes each.
 MAX_LINE_BYTES = 4 << 20
+# Unpacked: what the coordinator says, and what one says that may be a stranger.
+_MAX_SEATS_BYTES = {Seated: 256 << 20, HeldWorld: MAX_LINE_BYTES}
 MAX_LOCAL_WORLD = 1024
 
 TOKEN_VARIABLE = "MEGATRON_RESILIENT_TOKEN"
@@ -48,15 +56,31 @@ def encode(message: ToServer | FromServer) -> bytes:
     Raises:
         ProtocolError: A value that JSON cannot say, or a line that is too long.
     """
+    return b"".join(encode_parts(message))
+
+
+def encode_parts(message: ToServer | FromServer) -> list[bytes]:
+    """Returns a message as one line, in parts; worlds of one generation share the largest.
+
+    Raises:
+        ProtocolError: As `encode`.
+    """
+    left_out = {"seats"} if isinstance(message, Seated) else set()
     plain = {"type": message.TYPE} | {
-        field.name: _plain(getattr(message, field.name)) for field in fields(message)
+        field.name: _plain(getattr(message, field.name))
+        for field in fields(message)
+        if field.name not in left_out
     }
     line = json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-    if len(line) > MAX_LINE_BYTES:
+    parts = [line]
+    if isinstance(message, Seated):
+        parts = [line[:-2] + b',"seats":"', _packs.pack(message.seats), b'"}\n']
+    size = sum(map(len, parts))
+    if size > MAX_LINE_BYTES:
         raise ProtocolError(
-            f"a message {message.TYPE!r} of {len(line)} bytes; at most {MAX_LINE_BYTES} are sent"
+            f"a message {message.TYPE!r} of {size} bytes; at most {MAX_LINE_BYTES} are sent"
         )
-    return line
+    return parts
 
 
 def parse_to_server(line: bytes) -> ToServer:
@@ -79,6 +103,53 @@ def parse_from_server(line: bytes) -> FromServer:
     """
     message: FromServer = _parse(line, _FROM_SERVER)
     return message
+
+
+class _Packs:
+    """Seats as text, compressed: all members of a world are told, and tell, the same ones.
+
+    Without this a coordinator of 8,000 ranks would write, and send, some 3 MB for each of them, and
+    read the seats of each one that comes back to it. The newest ones are made and read once.
+    """
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[tuple[Seat, ...], bytes]] = deque(maxlen=4)
+
+    def pack(self, seats: tuple[Seat, ...]) -> bytes:
+        """Returns base64 of their JSON, compressed; of seats that were unpacked, that text."""
+        for known, packed in self._known:
+            if known is seats:
+                return packed
+        plain = [_plain(vars(seat)) for seat in seats]
+        text = json.dumps(plain, allow_nan=False, separators=(",", ":")).encode()
+        packed = base64.b64encode(zlib.compress(text, 1))
+        self._known.append((seats, packed))
+        return packed
+
+    def unpack(self, packed: str, most_bytes: int, where: str) -> tuple[Seat, ...]:
+        """Returns what was packed.
+
+        Raises:
+            ProtocolError: It is no text of ours, or more than so many bytes.
+        """
+        given = packed.encode(errors="replace")
+        for known, text in self._known:
+            if text == given:
+                return known
+        try:
+            reader = zlib.decompressobj()
+            text = reader.decompress(base64.b64decode(given, validate=True), most_bytes)
+            if not reader.eof:
+                raise ValueError("cut short, or too long")
+            plain = json.loads(text)
+        except (ValueError, zlib.error, RecursionError) as error:
+            raise ProtocolError(f"{where}: seats that cannot be read: {error}") from error
+        seats: tuple[Seat, ...] = _build(tuple[Seat, ...], plain, where)
+        self._known.append((seats, given))
+        return seats
+
+
+_packs = _Packs()
 
 
 def new_nonce() -> str:
@@ -172,6 +243,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
+    if isinstance(value, HeldWorld):
+        return vars(value) | {"seats": _packs.pack(value.seats).decode()}
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     raise ProtocolError(f"a {type(value).__name__} cannot be sent; use plain Python values")
@@ -226,7 +299,10 @@ def _build_dataclass(kind: Any, value: Any, where: str) -> Any:
         raise ProtocolError(f"{where}: {value!r:.40} is no object")
     hints, given = _hints(kind), {}
     for field in fields(kind):
-        if field.name in value:
+        packed = value.get("seats") if field.name == "seats" else None
+        if isinstance(packed, str) and kind in _MAX_SEATS_BYTES:
+            given["seats"] = _packs.unpack(packed, _MAX_SEATS_BYTES[kind], where)
+        elif field.name in value:
             given[field.name] = _build(
                 hints[field.name], value[field.name], f"{where}.{field.name}"
             )

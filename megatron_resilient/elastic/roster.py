@@ -1,5 +1,6 @@
 """What the coordinator knows of each process."""
 
+from collections.abc import Iterator, KeysView, MutableMapping, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,3 +80,51 @@ class Agent:
     def answers(self, now: float, within: float) -> bool:
         """Tells whether it was heard of within so many seconds."""
         return now - self.heard <= within
+
+
+class Roster(MutableMapping[str, Process]):
+    """The workers by process id, in the order of their arrival, and those of each node.
+
+    A job of 1,000 nodes has thousands: what concerns one node must not look at all of them.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._by_id: dict[str, Process] = {}
+        self._of_node: dict[str, dict[str, Process]] = {}
+        self._node_of: dict[str, str] = {}  # a process may give another name when it comes back
+
+    def of(self, node: str) -> list[Process]:
+        """Returns the workers of one node, in the order of their arrival."""
+        return list(self._of_node.get(node, {}).values())
+
+    def nodes(self) -> KeysView[str]:
+        """Returns the nodes that have workers."""
+        return self._of_node.keys()
+
+    def __getitem__(self, key: str) -> Process:
+        return self._by_id[key]
+
+    def __setitem__(self, key: str, process: Process) -> None:
+        self._by_id[key] = process
+        self._node_of[key] = process.node
+        self._of_node.setdefault(process.node, {})[key] = process
+
+    def __delitem__(self, key: str) -> None:
+        del self._by_id[key]
+        node = self._node_of.pop(key)
+        del self._of_node[node][key]
+        if not self._of_node[node]:
+            del self._of_node[node]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    # The mapping's own would look each one up.
+
+    def values(self) -> ValuesView[Process]:
+        """Returns the workers."""
+        return self._by_id.values()

@@ -113,11 +113,21 @@ class Agent:
 
 
 class FakeJob:
-    def __init__(self, nodes=3, local_world=1, grid=(1, 1, 1), min_nodes=1, seed=0, limits=LIMITS):
+    def __init__(
+        self,
+        nodes=3,
+        local_world=1,
+        grid=(1, 1, 1),
+        min_nodes=1,
+        seed=0,
+        limits=LIMITS,
+        crowded=False,  # the coordinator often has more to read before it decides
+    ):
         self.now = 1000.0
         self.grid, self.local_world = list(grid), local_world
         self.settings = {"min_nodes": min_nodes, "flags_digest": "d"}
         self.random = random.Random(seed)
+        self.crowd = random.Random(seed) if crowded else None
         self.rules = Rules(limits=limits)
         self.counter = 0
         self.workers: list[Worker] = []
@@ -255,11 +265,11 @@ class FakeJob:
         for line in wire.to_server[:count]:
             if wire.key not in self.wires:
                 return
-            orders = self.machine.received(self.now, wire.key, parse_to_server(line))
-            self._obey(orders)
+            message = parse_to_server(line)
+            self._obey(self.machine.received(self.now, wire.key, message, more=self._more()))
         del wire.to_server[:count]
         if wire.closing and not wire.to_server and self.wires.pop(wire.key, None):
-            self._obey(self.machine.disconnected(self.now, wire.key))
+            self._obey(self.machine.disconnected(self.now, wire.key, more=self._more()))
 
     def _obey(self, orders):
         for order in orders:
@@ -306,8 +316,12 @@ class FakeJob:
             return False
         key = self._number()
         client.wire = self.wires[key] = Wire(key, client)
-        self._obey(self.machine.connected(self.now, key, hello, "127.0.0.1"))
+        more = self._more()
+        self._obey(self.machine.connected(self.now, key, hello, "127.0.0.1", more=more))
         return True
+
+    def _more(self):
+        return self.crowd is not None and self.crowd.random() < 0.7
 
     def _be_ready(self, worker):
         worker.waiting, worker.fenced, worker.stuck = True, False, False

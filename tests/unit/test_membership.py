@@ -116,11 +116,14 @@ def act(job, what, number):
     grid=st.sampled_from([(1, 1, 1), (1, 1, 2), (2, 1, 1)]),
     local_world=st.integers(1, 2),
     seed=st.integers(0, 999),
+    crowded=st.booleans(),
 )
-def test_whatever_happens_there_is_one_generation_and_it_goes_on(actions, grid, local_world, seed):
+def test_whatever_happens_there_is_one_generation_and_it_goes_on(
+    actions, grid, local_world, seed, crowded
+):
     # FakeJob asserts at every step that at most one generation can commit a step, that nobody is
     # seated who has not left its generation, and that no number is given twice to one process.
-    job = FakeJob(4, local_world, grid, seed=seed)
+    job = FakeJob(4, local_world, grid, seed=seed, crowded=crowded)
     for what, number, seconds in actions:
         act(job, what, number)
         job.run(seconds)
@@ -548,6 +551,7 @@ def test_a_leaver_that_is_needed_and_does_not_come_out_is_not_waited_for_for_eve
     for second in range(2, 20):
         for key in (0, 1, 8, 9):
             orders += machine.received(second, key, Beat())
+        orders += machine.tick(second)
     (told,) = sent(orders, 1)[:1]
     assert told.error == "HangError"
     assert machine.ended
@@ -614,6 +618,7 @@ def test_progress_of_an_older_generation_is_none_of_this_one():
     for tenth in range(100):
         for key, generation in ((0, 3), (1, 4)):
             orders += machine.received(tenth / 10, key, Beat(generation, tenth * (key == 0)))
+        orders += machine.tick(tenth / 10)
     assert WhereQuery() in sent(orders, 0)
 
 
@@ -665,7 +670,9 @@ def test_our_own_standstill_leaves_time_to_say_where_one_is():
     now, orders = 0.0, []
     while WhereQuery() not in sent(orders, 0):
         now += 0.5
-        orders = [*machine.received(now, 0, Beat(4, 0)), *machine.received(now, 1, Beat(4, 0))]
+        for key in (0, 1):
+            assert not machine.received(now, key, Beat(4, 0))
+        orders = machine.tick(now)
     assert not machine.tick(now + 100)[1:]  # it logs that it stood still
     assert not sent(machine.received(now + 100, 0, Whereabouts(True, "f")), 0)
     (fence,) = sent(machine.received(now + 100, 1, Whereabouts(True, "f")), 0)

@@ -37,8 +37,10 @@ def _counts(values: Any, length: int) -> tuple[int, ...] | None:
 
 def agree(job: Job, process: Process, ready: Ready) -> None:
     """Lets the first that is ready say what all others must have been started with."""
-    others = [p for p in job.processes.values() if p is not process and p.finished is None]
-    if not job.generation and not any(other.ready for other in others):
+    if not job.generation and not any(
+        other.ready and other.finished is None and other is not process
+        for other in job.processes.values()
+    ):
         job.settings = None  # nothing is begun, and whoever said it is gone
     if job.settings is None and (process.member or not job.generation):
         job.settings = (ready.settings, check_state(ready.state))

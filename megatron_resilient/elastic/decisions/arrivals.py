@@ -44,15 +44,13 @@ def meet_worker(job: Job, now: float, key: int, hello: Hello, host: str) -> None
             job.processes[hello.id] = job.by_key[key] = process
             if hello.world is not None:
                 take_back(job, now, process, hello.world)
-            else:
+            elif job.awaited:
                 miss_replaced(job, now)
 
 
 def _refuse_duplicate(job: Job, now: float, process: Process) -> bool:
     """Refuses a process whose place another one has; a dead one gives it up."""
-    for other in list(job.processes.values()):
-        if other.node != process.node:
-            continue
+    for other in job.processes.of(process.node):
         if other.hello.local_world != process.hello.local_world and other.key is not None:
             why = (
                 f"node {process.node!r} has {other.hello.local_world} workers, "

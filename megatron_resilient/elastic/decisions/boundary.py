@@ -75,14 +75,16 @@ def close_boundary(job: Job, now: float) -> None:
 
 def _release(job: Job) -> None:
     """Lets those go that leave, and whose state is not needed."""
-    holding = {p.node for p in job.processes.values() if job.is_needed(p)}
+    if not job.leaving:
+        return
+    holding = {n for n in job.leaving if any(map(job.is_needed, job.processes.of(n)))}
     depart(job, job.leaving - holding - {slot[0] for slot in job.awaited})
 
 
 def depart(job: Job, nodes: Iterable[str]) -> None:
     """Lets nodes go that leave as planned."""
     for node in tuple(nodes):
-        there = [process for process in job.processes.values() if process.node == node]
+        there = job.processes.of(node)
         if any(process.member for process in there):
             job.left.add(node)
         for process in there:

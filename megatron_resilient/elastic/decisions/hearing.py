@@ -80,8 +80,11 @@ def _hear_ready(job: Job, now: float, process: Process, ready: Ready) -> None:
     process.ready, process.gives = ready, False
     if process.member and job.live and not job.pausing:
         fence(job, now, f"node {process.node} left generation {job.generation}")
+    before = job.settings
     agree(job, process, ready)
-    for other in list(job.processes.values()):
+    # The others were compared when they were ready, unless what counts is another now.
+    others = [] if job.settings is before else list(job.processes.values())
+    for other in others or [process]:
         refuse_other_settings(job, now, other)
 
 
@@ -124,7 +127,7 @@ def _hear_exit(job: Job, now: float, node: str, ended: WorkerExit) -> None:
     if node in job.lost:
         job.lost[node] = True
     slot = (node, ended.local_rank)
-    process = next((p for p in job.processes.values() if p.slot == slot), None)
+    process = next((p for p in job.processes.of(node) if p.slot == slot), None)
     if process is None and slot in job.awaited:
         lose(job, now, node, _how(ended), proven=True)
     elif process is not None and process.hello.pid == ended.pid:
@@ -148,7 +151,7 @@ def hear_user(job: Job, now: float, key: int, message: ToServer) -> None:
     if isinstance(message, StatusQuery):
         job.send(key, Answer(describe(job, now)))
     elif isinstance(message, Leave):
-        known = {p.node for p in job.processes.values()} | job.agents.keys()
+        known = job.processes.nodes() | job.agents.keys()
         if message.node in known:
             _leave(job, now, message.node)
             job.send(key, Answer({"node": message.node, "leaving": True}))

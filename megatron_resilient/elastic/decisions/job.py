@@ -1,11 +1,12 @@
 """All that the coordinator knows of the job that it decides about."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_resilient.elastic.messages import Exit, FromServer, Seated
 from megatron_resilient.elastic.orders import Close, End, Log, Order, Record, Send
-from megatron_resilient.elastic.roster import Agent, Process, Slot
+from megatron_resilient.elastic.roster import Agent, Process, Roster, Slot
 from megatron_resilient.elastic.rules import Rules
 from megatron_resilient.elastic.stragglers import Stragglers
 
@@ -26,7 +27,7 @@ class Job:
         self.orders: list[Order] = []
         self.ended: End | None = None
         # Who is there:
-        self.processes: dict[str, Process] = {}  # by process id
+        self.processes = Roster()  # by process id
         self.agents: dict[str, Agent] = {}  # by node; only those that are connected
         # By connection; None if whoever had it was dismissed, or is a user.
         self.by_key: dict[int, Process | Agent | None] = {}
@@ -154,4 +155,9 @@ class Job:
 
     def record(self, event: str, **fields: Any) -> None:
         """Writes an event of `telemetry`."""
-        self.orders.append(Record(event, self.generation, self.step(), fields))
+        self.record_each(event, [fields])
+
+    def record_each(self, event: str, each: Iterable[dict[str, Any]]) -> None:
+        """Writes several events of one kind; the step is looked up once for all of them."""
+        step = self.step()
+        self.orders += [Record(event, self.generation, step, fields) for fields in each]

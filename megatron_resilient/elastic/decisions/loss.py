@@ -26,7 +26,7 @@ def lose(
         told: What its processes are told; by default that the job goes on without them.
         spare: A process that ends by itself.
     """
-    there = [process for process in job.processes.values() if process.node == node]
+    there = job.processes.of(node)
     was_member = _has_seat(job, node)
     for process in there:
         if process is spare:
@@ -44,14 +44,14 @@ def lose_members(job: Job, now: float, node: str, cause: str) -> None:
     """Drops what a node had in the latest generation, proven dead; its new processes stay."""
     if not _has_seat(job, node):
         return
-    for process in list(job.processes.values()):
-        if process.node == node and process.member:
+    for process in job.processes.of(node):
+        if process.member:
             dismiss(job, process, fenced_exit(node, cause))
     _count(job, now, node, cause, proven=True)
 
 
 def _has_seat(job: Job, node: str) -> bool:
-    held = any(process.node == node and process.member for process in job.processes.values())
+    held = any(process.member for process in job.processes.of(node))
     return held or any(slot[0] == node for slot in job.awaited)
 
 

@@ -129,8 +129,8 @@ def _record(job: Job, world: Seated) -> None:
         + (f", lost {', '.join(lost)}" if lost else "")
         + (f", joined {', '.join(joined)}" if joined else "")
     )
-    for node in joined:
-        job.record("member_join", member=node, members=members)
-    for node in lost:
-        if node in job.left:
-            job.record("member_leave", member=node, members=members, planned=True)
+    job.record_each("member_join", ({"member": node, "members": members} for node in joined))
+    left = [node for node in lost if node in job.left]
+    job.record_each(
+        "member_leave", ({"member": node, "members": members, "planned": True} for node in left)
+    )

@@ -17,7 +17,7 @@ def describe(job: Job, now: float) -> dict[str, Any]:
     def fact(name: str) -> Any:
         return next((report[name] for report in reports if name in report), None)
 
-    nodes = sorted({p.node for p in job.processes.values()} | job.agents.keys())
+    nodes = sorted(job.processes.nodes() | job.agents.keys())
     return {
         "phase": _phase(job),
         "generation": job.generation,
@@ -53,10 +53,7 @@ def _phase(job: Job) -> str:
 
 
 def _describe_node(job: Job, now: float, node: str, rank_of: dict[Slot, int]) -> dict[str, Any]:
-    there = sorted(
-        (process for process in job.processes.values() if process.node == node),
-        key=lambda process: process.slot,
-    )
+    there = sorted(job.processes.of(node), key=lambda process: process.slot)
     agent = job.agents.get(node)
     heard = [process.heard for process in there] or ([agent.heard] if agent else [])
     if any(process.member for process in there):

@@ -18,6 +18,8 @@ def take_back(job: Job, now: float, process: Process, held: HeldWorld) -> None:
         dismiss(job, process, fenced_exit(process.node, "the job went on without it"))
         return
     job.awaited.discard(process.slot)
+    # Thousands that come back at once take longer than one is waited for.
+    job.awaited_until = max(job.awaited_until, now + job.limits.heartbeat_timeout / 2)
     process.member = True
     process.report = {"step": held.step}
     job.newest_step = max(job.newest_step, held.step)
