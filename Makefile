@@ -41,7 +41,7 @@ demo: $(STAMP)  ## train a small MoE on real text, stop, resume, and report (min
 	$(BIN)/python tools/demo.py
 
 # One thread a process: several ranks share the cores, and sums keep their order.
-test test-fast bench: export OMP_NUM_THREADS := 1
+test test-fast bench figures: export OMP_NUM_THREADS := 1
 
 # Unit tests use one core and fault tests mostly wait, so two files at a time; the others use all
 # cores by themselves.
