@@ -183,6 +183,8 @@ class FaultInjector:
         began: Unix time in seconds at which the job began; earlier random faults were for a
             process before this one.
         cut: cuts this process off for the given seconds.
+        tell: tells the coordinator how far this process is, so that the fault does not strike the
+            process that comes in its place.
         done: steps that were done when this process joined the job; faults up to the step after
             were for a process before this one, and so were those without a step. None if it was
             there at the start.
@@ -195,11 +197,13 @@ class FaultInjector:
         local_rank: int,
         began: float,
         cut: Callable[[float], None],
+        tell: Callable[[], None],
         done: int | None = None,
     ):
         passed = time.time() - began
         self._began = began
         self._cut = cut
+        self._tell = tell
         self._waiting = [
             fault
             for fault in faults
@@ -237,6 +241,7 @@ class FaultInjector:
                 time.sleep(seconds)
 
     def _strike(self, fault: Fault, step: int) -> None:
+        self._tell()
         # To the second: what a log shows is when it struck.
         print(f"fault injected: {fault.kind} node={fault.node} step={step}", flush=True)
         if fault.kind == "kill":

@@ -39,6 +39,7 @@ __all__ = ["Fenced", "Member", "Seat", "World"]
 _SAMPLE_SECONDS = 0.1
 _CUT_AGAIN_SECONDS = 0.25
 _FINISH_SECONDS = 2.0
+_TELL_SECONDS = 1.0
 
 
 class Fenced(Exception):
@@ -84,6 +85,7 @@ class Member:
         self._outbox: list[ToServer] = []
         self._waiting = False  # the main thread is in next_world
         self._closing = False
+        self._beat_wanted = False
         # The watchdog's own:
         self._next_cut = 0.0
         self._busy = BusyShare()
@@ -210,6 +212,13 @@ class Member:
             merged = self._report | fields
             self._report = {name: value for name, value in merged.items() if value is not None}
 
+    def tell(self) -> None:
+        """Sends what was reported now, not with the next beat; waits for that, a second at most."""
+        with self._changed:
+            self._beat_wanted = True
+            self._link.wake()
+            self._changed.wait_for(lambda: not self._beat_wanted, _TELL_SECONDS)
+
     def finish(self, exit_code: int, error: ResilientError | None = None) -> None:
         """Says that training is done here, and ends the watchdog.
 
@@ -308,7 +317,7 @@ class Member:
             if self._closing:
                 return
             self._busy.sample()
-            if now >= next_beat:
+            if now >= next_beat or self._beat_wanted:
                 next_beat = now + environment.heartbeat_interval
                 self._beat()
             self._wait_no_longer()
@@ -361,6 +370,9 @@ class Member:
             generation = self._world.generation if self._world else 0
             report = dict(self._report)
         self._link.send(Beat(generation, self.progress, self._busy.take(), report))
+        with self._changed:
+            self._beat_wanted = False
+            self._changed.notify_all()
 
     def _wait_no_longer(self) -> None:
         """Training goes on without a coordinator; waiting for a seat does not."""

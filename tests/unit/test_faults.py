@@ -1,5 +1,6 @@
 """Faults on demand: how they are written down and when they strike."""
 
+import functools
 import signal
 
 import pytest
@@ -62,25 +63,40 @@ def test_each_strikes_once_at_its_point(monkeypatch):
     killed = []
     monkeypatch.setattr(faults.os, "kill", lambda pid, number: killed.append(number))
     asked = parse_faults("hang node=2 step=3 phase=save; kill node=1 step=3 phase=save")
-    injector = FaultInjector(asked, "node2", 0, began=0.0, cut=print)
+    injector = FaultInjector(asked, "node2", 0, began=0.0, cut=print, tell=int)
     for phase, step in [("save", 2), ("forward", 3), ("save", 3), ("save", 3)]:
         injector.point(phase, step)
     assert killed == [signal.SIGSTOP]
 
 
 def test_an_exception_is_raised_where_it_strikes():
-    injector = FaultInjector(parse_faults("exception node=0"), "node0", 0, began=0.0, cut=print)
+    injector = FaultInjector(
+        parse_faults("exception node=0"), "node0", 0, began=0.0, cut=print, tell=int
+    )
     injector.point("begin", 1)
     with pytest.raises(InjectedError, match="step 1"):
         injector.point("forward", 1)
     injector.point("forward", 1)
 
 
+def test_it_is_told_before_a_fault_strikes_how_far_its_process_is(monkeypatch):
+    """Else it strikes whoever comes in its place again."""
+    order = []
+    monkeypatch.setattr("os.kill", lambda pid, number: order.append(number))
+    tell = functools.partial(order.append, "told")
+    asked = parse_faults("kill node=0 step=3")
+    injector = FaultInjector(asked, "node0", 0, began=0.0, cut=print, tell=tell)
+    injector.point("forward", 2)
+    assert order == []
+    injector.point("forward", 3)
+    assert order == ["told", signal.SIGKILL]
+
+
 def test_slow_lasts_as_many_steps_as_asked(monkeypatch):
     slept = []
     monkeypatch.setattr(faults.time, "sleep", slept.append)
     asked = parse_faults("slow node=0 step=2 steps=2 seconds=0.5")
-    injector = FaultInjector(asked, "node0", 0, began=0.0, cut=print)
+    injector = FaultInjector(asked, "node0", 0, began=0.0, cut=print, tell=int)
     for step in range(1, 6):
         injector.point("forward", step)
     assert slept == [0.5, 0.5]
@@ -89,7 +105,7 @@ def test_slow_lasts_as_many_steps_as_asked(monkeypatch):
 def test_a_cut_goes_to_who_has_the_connections():
     cuts = []
     asked = parse_faults("cut node=0 step=2 seconds=7")
-    FaultInjector(asked, "node0", 0, began=0.0, cut=cuts.append).point("forward", 2)
+    FaultInjector(asked, "node0", 0, began=0.0, cut=cuts.append, tell=int).point("forward", 2)
     assert cuts == [7.0]
 
 
@@ -98,7 +114,7 @@ def test_faults_before_this_process_began_are_not_for_it(monkeypatch):
     monkeypatch.setattr(faults.os, "kill", lambda pid, number: killed.append(number))
     monkeypatch.setattr(faults.time, "time", lambda: 1000.0)
     old = [Fault("kill", "0", at_seconds=900.0), Fault("hang", "0", at_seconds=1005.0)]
-    injector = FaultInjector(old, "node0", 0, began=0.0, cut=print)
+    injector = FaultInjector(old, "node0", 0, began=0.0, cut=print, tell=int)
     injector.point("begin", 1)
     monkeypatch.setattr(faults.time, "time", lambda: 1006.0)
     injector.point("begin", 2)
@@ -109,7 +125,7 @@ def test_a_process_that_came_back_is_struck_by_later_faults_only(monkeypatch):
     killed = []
     monkeypatch.setattr(faults.os, "kill", lambda pid, number: killed.append(number))
     asked = parse_faults("hang node=0 phase=save; kill node=0 step=7; hang node=0 step=8")
-    injector = FaultInjector(asked, "node0", 0, began=0.0, cut=print, done=6)
+    injector = FaultInjector(asked, "node0", 0, began=0.0, cut=print, tell=int, done=6)
     for step in range(7, 10):
         for phase in ("forward", "save"):
             injector.point(phase, step)

@@ -113,6 +113,14 @@ def test_beats_carry_progress_and_the_latest_report(coordinator, join):
     assert beat.busy is None or 0 <= beat.busy <= 1
 
 
+def test_what_is_told_is_sent_before_the_next_beat_is_due(coordinator, join):
+    member = join(heartbeat_interval=60.0)
+    seated(coordinator, member)
+    member.report(step=6)
+    member.tell()
+    coordinator.wait_for(Beat, report={"step": 6})
+
+
 def test_a_fence_reaches_the_main_thread_and_frees_it(coordinator, join):
     member = join()
     cut = threading.Event()

@@ -140,6 +140,7 @@ class Session:
                 seat.local_rank,
                 self.world.times["formed"],
                 self.member.cut_off,
+                self.member.tell,
                 done,
             )
         )
