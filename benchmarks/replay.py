@@ -1,0 +1,309 @@
+"""A trace of failures, sped up, played against real processes: ours and restart from checkpoints.
+
+    .venv/bin/python benchmarks/replay.py                 # Bamboo's P3 trace, if it is there
+    .venv/bin/python benchmarks/replay.py --generated     # exponential failures
+
+Ten emulated nodes of one rank on this machine. Both systems train the same small model on the same
+global batch, and see the same events at the same seconds: SIGKILL to a node for each loss, a new
+one for each arrival. Samples that count are the steps that are kept, times the batch: one that is
+lost and done again counts once. The clock of each starts at the end of its third step.
+
+First, runs of their own (not those that are judged) measure what steps, losses, joins, starts and
+saves cost each system; the simulator then predicts both from these costs and the trace, and chooses
+how often each saves. Ends with status 1 if a prediction is more than 15 % off what was then
+measured. Everything is on the CPU: nothing here says how fast a GPU would be.
+
+Writes samples.csv, replay.png, results.json, and the costs as calibration files.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.replay_accounts import Mark, sped_up, without_notice
+from benchmarks.replay_costs import best_interval, calibrate_ours, calibrate_restart, predict
+from benchmarks.replay_plot import plot
+from benchmarks.replay_run import replay
+from benchmarks.replay_systems import BATCH, NODES, Ours, Restart
+from megatron_resilient.simulation.costs import Costs, read_costs, write_costs
+from megatron_resilient.simulation.failures import draw_failures
+from megatron_resilient.simulation.trace import Trace
+from megatron_resilient.simulation.trace_files import read_trace, write_trace
+from tools.reproduce.figure import write_csv
+from tools.reproduce.spot_segment import MINUTES, PAPER_RATIOS, default_trace, ten_of
+
+ROOT = Path(__file__).resolve().parents[1]
+BAR = 0.15
+MTBF_MINUTES = 15.0
+REPAIR_MINUTES = 10.0
+NODES_PER_FAILURE = 1.5
+SYSTEMS = {"ours": Ours, "restart": Restart}
+CALIBRATE = {"ours": calibrate_ours, "restart": calibrate_restart}
+CALIBRATION_SECONDS = 600  # no calibration takes longer, nor what a replay does beside its trace
+console = Console(width=110, highlight=False)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One system on the trace.
+
+    Attributes:
+        predicted: samples, by the simulator.
+        marks: steps that were kept, by seconds; measured.
+        step_seconds: of the system undisturbed on all nodes, as calibrated.
+        interval: steps between two saves.
+        load: of the machine when it ended, over one minute.
+    """
+
+    predicted: float
+    marks: list[Mark]
+    step_seconds: float
+    interval: int
+    load: float
+
+    @property
+    def samples(self) -> float:
+        """That count, measured."""
+        return float(BATCH * self.marks[-1].step)
+
+    @property
+    def off(self) -> float:
+        """How far the prediction is from what was measured, relative."""
+        return self.predicted / self.samples - 1 if self.samples > 0 else float("inf")
+
+    def goodput(self, samples: float) -> float:
+        """Returns samples over those that the same system makes undisturbed on all nodes."""
+        return samples / BATCH * self.step_seconds / self.marks[-1].seconds
+
+
+def trace_of(args: argparse.Namespace) -> Trace:
+    """Returns the events that are played, not yet sped up."""
+    if args.trace and not args.generated:
+        whole = read_trace(args.trace).window(0.0, 60 * args.minutes)
+        return ten_of(whole, args.seed)
+    return draw_failures(
+        NODES,
+        60 * MTBF_MINUTES,
+        60 * args.minutes,
+        seed=args.seed,
+        repair_seconds=60 * REPAIR_MINUTES,
+        nodes_per_failure=NODES_PER_FAILURE,
+    )
+
+
+def calibrated(name: str, given: Path | None, out: Path, scratch: Path) -> Costs:
+    """Returns a system's costs: those of an earlier call, or measured now."""
+    path = (given or out) / f"{name}.json"
+    if given is None:
+        console.print(f"calibrating {name}", markup=False)
+        signal.alarm(CALIBRATION_SECONDS)
+        write_costs(CALIBRATE[name](scratch / f"calibrate-{name}"), path)
+        signal.alarm(0)
+    return read_costs(path)
+
+
+def judge(name: str, trace: Trace, costs: Costs, scratch: Path) -> Judged:
+    """Predicts, then plays the trace."""
+    seen = without_notice(trace) if name == "restart" else trace
+    interval = best_interval(name, seen, costs)
+    result = predict(name, seen, costs, interval)
+    console.print(
+        f"{name}: predicted {BATCH * result.steps} samples, a save every {interval} steps; playing "
+        f"{trace.seconds:.0f} s"
+    )
+    signal.alarm(int(trace.seconds) + CALIBRATION_SECONDS)
+    with SYSTEMS[name](scratch / name, interval) as system:
+        marks = replay(system, trace)
+        load = os.getloadavg()[0]
+    signal.alarm(0)
+    found = Judged(BATCH * result.steps, marks, costs.step_seconds, interval, load)
+    console.print(f"{name}: {found.samples:.0f} samples")
+    return found
+
+
+def show_costs(costs: Mapping[str, Costs]) -> None:
+    """Prints what was calibrated."""
+    table = Table(title="Costs, measured in runs of their own (seconds)")
+    table.add_column("")
+    for name in costs:
+        table.add_column(name, justify="right")
+    sizes = sorted({int(size) for own in costs.values() for size in own.relative_steps})
+    for size in reversed(sizes):
+        each = (own.relative_steps.get(str(size)) for own in costs.values())
+        steps = zip(each, costs.values(), strict=True)
+        table.add_row(
+            f"a step on {size} nodes",
+            *("" if part is None else f"{part * own.step_seconds:.3f}" for part, own in steps),
+        )
+    ours, restart = costs["ours"], costs["restart"]
+    rows = (
+        ("a loss", ours.recovery_seconds, f"{restart.restart_seconds:.2f}"),
+        ("", None, f"+ {restart.restart_seconds_per_node:.2f} a node"),
+        ("a join", ours.join_seconds, "a loss at a save"),
+        ("from arrival to join", ours.join_window_seconds, "next save"),
+        ("a save: training waits", ours.our_save.stall_seconds, None),
+        ("a save: then durable after", ours.our_save.persist_seconds, "0"),
+    )
+    for what, own, other in rows:
+        shown = f"{restart.stock_save.stall_seconds:.2f}" if other is None else other
+        table.add_row(what, "" if own is None else f"{own:.2f}", shown)
+    console.print(table)
+
+
+def show(
+    judged: Mapping[str, Judged],
+    trace: Trace,
+    costs: Mapping[str, Costs],
+    is_p3: bool,
+    speed_up: float,
+) -> None:
+    """Prints predicted beside measured, and the ratio beside the paper's."""
+    table = Table(title=f"{trace.source}: {trace.seconds:.0f} s, {len(trace.changes)} changes")
+    for column in (
+        "system",
+        "samples predicted",
+        "measured",
+        "goodput predicted",
+        "measured",
+        "difference",
+        "load",
+    ):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for name, own in judged.items():
+        table.add_row(
+            name,
+            f"{own.predicted:.0f}",
+            f"{own.samples:.0f}",
+            f"{own.goodput(own.predicted):.3f}",
+            f"{own.goodput(own.samples):.3f}",
+            f"{own.off:+.1%}",
+            f"{own.load:.1f}",
+        )
+    console.print(table)
+    real = sped_up(trace, 1 / speed_up)
+    unscaled = {
+        name: predict(name, real, costs[name], best_interval(name, real, costs[name])).steps
+        for name in judged
+    }
+    ours, restart = judged["ours"], judged["restart"]
+    rows = Table(title="Samples, ours / restart")
+    rows.add_column("")
+    rows.add_column("ratio", justify="right")
+    if is_p3:
+        for model, ratios in PAPER_RATIOS.items():
+            rows.add_row(f"Lazarus, section 6.4, {model}: over DS", f"{ratios['DS']:.2f}")
+    rows.add_row(f"measured, time {speed_up:g} times as fast", f"{_ratio(ours, restart):.2f}")
+    rows.add_row("simulated, the same", f"{ours.predicted / restart.predicted:.2f}")
+    rows.add_row(
+        "simulated, the same costs in the trace's own time",
+        f"{unscaled['ours'] / unscaled['restart']:.2f}",
+    )
+    rows.add_row(
+        "measured, speed of undisturbed steps on all nodes alone",
+        f"{restart.step_seconds / ours.step_seconds:.2f}",
+    )
+    console.print(rows)
+    console.print(
+        "The ratio is that of this machine: it grows with the time that a start takes of the time "
+        "between two failures, which the speed-up shortens and the starts are not; and ten ranks "
+        "share its cores, so that a lost node makes no step slower, and starts are slow.",
+        soft_wrap=True,
+    )
+
+
+def _ratio(ours: Judged, restart: Judged) -> float:
+    return ours.samples / restart.samples if restart.samples > 0 else float("inf")
+
+
+def write(out: Path, judged: Mapping[str, Judged], trace: Trace) -> None:
+    """Writes what was measured, and the picture."""
+    rows = [
+        (name, f"{mark.seconds:.3f}", BATCH * mark.step)
+        for name, own in judged.items()
+        for mark in own.marks
+    ]
+    write_csv(out / "samples.csv", ("system", "seconds", "samples"), rows)
+    results = {
+        name: {
+            "predicted_samples": own.predicted,
+            "measured_samples": own.samples,
+            "predicted_goodput": own.goodput(own.predicted),
+            "measured_goodput": own.goodput(own.samples),
+            "difference": own.off,
+            "save_interval": own.interval,
+            "load": own.load,
+        }
+        for name, own in judged.items()
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_trace(trace, out / "trace.csv")
+    curves = {
+        name: [(m.seconds, BATCH * m.step) for m in own.marks] for name, own in judged.items()
+    }
+    plot(out / "replay.png", curves, trace)
+
+
+def main() -> int:
+    """Calibrates, predicts, plays, and compares."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace", type=Path, default=default_trace(ROOT), help="default: Bamboo's, if there"
+    )
+    parser.add_argument("--generated", action="store_true", help="draw failures instead")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    parser.add_argument(
+        "--minutes", type=float, default=float(MINUTES), help="of the trace; default: %(default)g"
+    )
+    parser.add_argument(
+        "--speed-up", type=float, default=16.0, help="of its time; default: %(default)g"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "replay", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--costs", type=Path, help="folder of an earlier call with --calibrate-only: its costs"
+    )
+    parser.add_argument("--calibrate-only", action="store_true", help="write costs, play nothing")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    # Whatever ends the benchmark unwinds the stack, and with it ends the jobs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("replay: it took too long"))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        scratch = Path(folder)
+        try:
+            costs = {name: calibrated(name, args.costs, args.out, scratch) for name in SYSTEMS}
+            show_costs(costs)
+            if args.calibrate_only:
+                return 0
+            given = trace_of(args)
+            trace = sped_up(given, args.speed_up)
+            judged = {name: judge(name, trace, costs[name], scratch) for name in SYSTEMS}
+        except (RuntimeError, TimeoutError):
+            # The logs tell why: they stay, and the error goes on.
+            shutil.copytree(scratch, args.out / "failed", dirs_exist_ok=True)
+            raise
+    write(args.out, judged, trace)
+    is_p3 = bool(args.trace) and not args.generated
+    show(judged, trace, costs, is_p3, args.speed_up)
+    console.print(f"{time.monotonic() - started:.0f} s; {args.out}")
+    return 0 if all(abs(own.off) <= BAR for own in judged.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""What each system costs, measured in short runs of its own; and what a simulator makes of it.
+
+A cost is the time that was lost: from its cause to the end of the third step after it, less what
+those steps, and others in between, take when nothing happens. So slow first steps, and what
+newcomers or saves take from the cores while others train, are part of it.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.replay_accounts import Mark
+from benchmarks.replay_run import Recording, await_steps, watch
+from benchmarks.replay_systems import (
+    JOIN_WINDOW_SECONDS,
+    LAYERS,
+    NODES,
+    SLOTS,
+    Ours,
+    Restart,
+    System,
+)
+from megatron_resilient.simulation.compare import Options, Result, choose_settings, simulate
+from megatron_resilient.simulation.costs import Costs, SaveCost
+from megatron_resilient.simulation.policy import Policy
+from megatron_resilient.simulation.systems import parse_system
+from megatron_resilient.simulation.trace import Change, Trace
+from megatron_resilient.simulation.workload import Workload
+
+WARM_UP = 3  # steps after a change that are part of its cost
+BESIDE = 2  # steps after a save that are part of its cost
+STEADY = 8  # steps at each size beside those, with one save among them
+SAVE_INTERVAL = 8
+EXPERTS = 8
+WORKLOAD = Workload(
+    nodes=NODES,
+    ranks_per_node=1,
+    # All costs are measured as they come, so loads and bytes must not be counted again.
+    loads=((1 << 20,) * EXPERTS,) * LAYERS,
+    slots_per_node=SLOTS,
+    moe_layers=LAYERS,
+    expert_bytes=0.0,
+    dense_bytes=0.0,
+)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One change of members.
+
+    Attributes:
+        at: when it was caused, by the clock of the machine.
+        before: nodes that trained until then.
+        nodes: that train after it.
+    """
+
+    at: float
+    before: int
+    nodes: int
+
+
+@dataclass
+class Session:
+    """A calibration run, as it was driven.
+
+    Attributes:
+        recording: of it.
+        stops: changes in their order, the start not among them.
+        first: nodes at the start.
+    """
+
+    recording: Recording = field(default_factory=Recording)
+    stops: list[Stop] = field(default_factory=list)
+    first: int = NODES
+
+    def after(self, number: int) -> list[Mark]:
+        """Returns the marks from a stop up to the next one; -1: from the start."""
+        begin = self.stops[number].at if number >= 0 else 0.0
+        later = self.stops[number + 1 :]
+        end = later[0].at if later else float("inf")
+        return [mark for mark in self.recording.marks if begin < mark.seconds <= end]
+
+
+def steady_steps(
+    segments: Iterable[tuple[int, Sequence[Mark]]], interval: int
+) -> tuple[dict[int, float], float]:
+    """Returns the mean seconds of a step by number of nodes, and what a save adds.
+
+    Args:
+        segments: (nodes, marks while so many trained, without the first ones).
+        interval: steps between two saves.
+
+    Returns:
+        ({nodes: seconds}, seconds that the steps after a save took more).
+    """
+    quiet: dict[int, list[float]] = {}
+    saves: list[tuple[int, float]] = []
+    for nodes, marks in segments:
+        taken = {mark.step: mark.seconds - last.seconds for last, mark in pairwise(marks)}
+        for step, seconds in taken.items():
+            since = (step - 1) % interval
+            if since >= BESIDE or step <= interval:
+                quiet.setdefault(nodes, []).append(seconds)
+            elif since == 0:
+                beside = [taken.get(step + later) for later in range(BESIDE)]
+                if all(each is not None for each in beside):
+                    saves.append((nodes, sum(each for each in beside if each is not None)))
+    steps = {nodes: statistics.fmean(each) for nodes, each in quiet.items()}
+    extra = [seconds - BESIDE * steps[nodes] for nodes, seconds in saves if nodes in steps]
+    return steps, max(0.0, statistics.fmean(extra)) if extra else 0.0
+
+
+def lost_seconds(stop: Stop, marks: Sequence[Mark], steps: dict[int, float], known: int) -> float:
+    """Returns the time that a change cost, up to the end of the steps that warm up after it.
+
+    Args:
+        stop: the change.
+        marks: since then, of both worlds.
+        steps: seconds of a step by number of nodes.
+        known: how many of the marks are of the world before.
+    """
+    last = marks[known + WARM_UP - 1]
+    return last.seconds - stop.at - known * steps[stop.before] - WARM_UP * steps[stop.nodes]
+
+
+def line_through(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Returns (value at 0, slope) of the line nearest to points; the slope is at least 0."""
+    xs, ys = np.array(list(points)).T
+    slope = max(0.0, float(np.polyfit(xs, ys, 1)[0])) if len(set(xs)) > 1 else 0.0
+    return max(0.0, float(ys.mean() - slope * xs.mean())), slope
+
+
+def calibrate_ours(folder: Path) -> Costs:
+    """Loses nodes one by one, takes them in again, and loses three at once."""
+    session, moment = Session(), random.Random(1)
+    with Ours(folder, SAVE_INTERVAL) as system:
+        names = [f"a{number}" for number in range(NODES)]
+        system.start(tuple(names))
+        await_steps(system, session.recording, WARM_UP + 2 * SAVE_INTERVAL + BESIDE)
+        for number in range(4):
+            _change(system, session, moment, lost=[names.pop(number)])
+        _change(system, session, moment, joined=["b0", "b1", "b2", "b3"])
+        names += ["b0", "b1", "b2", "b3"]
+        _change(system, session, moment, lost=[names.pop(), names.pop(2), names.pop(4)])
+        _change(system, session, moment, joined=["c0", "c1", "c2"])
+    return costs_of_ours(session)
+
+
+def costs_of_ours(session: Session) -> Costs:
+    """Returns the costs that a calibration run of ours measured."""
+    events = session.recording.events
+    formed = [event for event in events if event["event"] == "recovery"]
+    segments = [(session.first, session.after(-1)[WARM_UP:])]
+    known = []
+    for number, stop in enumerate(session.stops):
+        marks = session.after(number)
+        # The recovery is told with the first step that it ends in; others may have come before.
+        told = next(e for e in formed if e["time"] > stop.at and e["world_size"] == stop.nodes)
+        began = told["time"] - sum(told["seconds"].values())
+        known.append((sum(mark.seconds <= began for mark in marks), began - stop.at))
+        segments.append((stop.nodes, marks[known[-1][0] + WARM_UP :]))
+    steps, save = steady_steps(segments, SAVE_INTERVAL)
+    recoveries, joins, windows = [], [], []
+    for number, stop in enumerate(session.stops):
+        before, waited = known[number]
+        seconds = lost_seconds(stop, session.after(number), steps, before)
+        if stop.nodes < stop.before:
+            recoveries.append(seconds)
+        else:
+            joins.append(seconds)
+            windows.append(max(0.0, waited))
+    saved = [event for event in events if event["event"] == "checkpoint_saved"]
+    persist = statistics.fmean(event["seconds"] for event in saved)
+    return _costs(
+        steps,
+        recovery_seconds=max(0.0, statistics.fmean(recoveries)),
+        join_seconds=max(0.0, statistics.fmean(joins)),
+        join_window_seconds=statistics.fmean(windows),
+        our_save=SaveCost(stall_seconds=save, persist_seconds=max(0.0, persist - save)),
+        source="a calibration run of ours",
+    )
+
+
+def calibrate_restart(folder: Path) -> Costs:
+    """Starts on ten nodes, and again on eight, six and ten."""
+    session, moment = Session(), random.Random(1)
+    with Restart(folder, SAVE_INTERVAL) as system:
+        names = [f"a{number}" for number in range(NODES)]
+        system.start(tuple(names))
+        await_steps(system, session.recording, WARM_UP + 2 * SAVE_INTERVAL + BESIDE)
+        _change(system, session, moment, lost=[names.pop(), names.pop()])
+        _change(system, session, moment, lost=[names.pop(), names.pop()])
+        # All five at once, as if a node in use had been lost while four stood by.
+        system.members.join(["b0", "b1", "b2", "b3", "b4"], 0.0)
+        session.stops.append(Stop(time.time(), 6, 10))
+        system.take(Change(0.0, lost=(names.pop(),)))
+        _settle(system, session)
+    return costs_of_restart(session)
+
+
+def costs_of_restart(session: Session) -> Costs:
+    """Returns the costs that a calibration run of stock measured."""
+    # When the job before was dead: what it had written until then is of no start.
+    ended = [event["time"] for event in session.recording.events if event["event"] == "rolled_back"]
+
+    def steps_after(number: int) -> list[Mark]:
+        begin = ended[number] if number >= 0 else 0.0
+        return [mark for mark in session.after(number) if mark.seconds > begin]
+
+    segments = [(session.first, steps_after(-1)[WARM_UP:])]
+    segments += [
+        (stop.nodes, steps_after(number)[WARM_UP:]) for number, stop in enumerate(session.stops)
+    ]
+    steps, save = steady_steps(segments, SAVE_INTERVAL)
+    starts = [
+        (stop.nodes, lost_seconds(stop, steps_after(number), steps, 0))
+        for number, stop in enumerate(session.stops)
+    ]
+    fixed, each = line_through(starts)
+    return _costs(
+        steps,
+        restart_seconds=fixed,
+        restart_seconds_per_node=each,
+        join_window_seconds=JOIN_WINDOW_SECONDS,
+        stock_save=SaveCost(stall_seconds=save),
+        source="a calibration run of a relaunch by torchrun",
+    )
+
+
+def predict(name: str, trace: Trace, costs: Costs, interval: int) -> Result:
+    """Has the simulator play a trace."""
+    return simulate(trace, parse_system(name), WORKLOAD, costs, Options(interval=interval))
+
+
+def best_interval(name: str, trace: Trace, costs: Costs) -> int:
+    """Returns the steps between two saves that the simulator chooses for a system."""
+    policy = Policy(parse_system(name), WORKLOAD, costs)
+    return choose_settings(trace, policy, Options()).interval
+
+
+def _costs(steps: dict[int, float], **measured: object) -> Costs:
+    step = steps[NODES]
+    make: Callable[..., Costs] = Costs
+    return make(
+        step_seconds=step,
+        relative_steps={str(nodes): seconds / step for nodes, seconds in sorted(steps.items())},
+        expert_share=0.0,
+        resilience_overhead=0.0,
+        load_seconds_per_gib=0.0,
+        refill_seconds_per_gib=0.0,
+        **measured,
+    )
+
+
+def _change(
+    system: System,
+    session: Session,
+    moment: random.Random,
+    lost: Sequence[str] = (),
+    joined: Sequence[str] = (),
+) -> None:
+    """Plays a change at any moment of a step, and waits until all is steady again."""
+    marks = session.recording.marks
+    before = session.stops[-1].nodes if session.stops else session.first
+    step = marks[-1].seconds - marks[-2].seconds
+    watch(system, session.recording, time.time() + moment.uniform(0, step))
+    session.stops.append(Stop(time.time(), before, before - len(lost) + len(joined)))
+    system.take(Change(0.0, tuple(lost), (), tuple(joined)))
+    _settle(system, session)
+
+
+def _settle(system: System, session: Session) -> None:
+    """Waits for the change and the steps after it; marks of the world before may be among them."""
+    stop = session.stops[-1]
+    if isinstance(system, Ours):
+        session_told = 0.0
+        while not session_told:
+            await_steps(system, session.recording, _since(session, stop.at) + 1, stop.at)
+            session_told = max(
+                (
+                    event["time"]
+                    for event in session.recording.events
+                    if event["event"] == "recovery"
+                    and event["time"] > stop.at
+                    and event["world_size"] == stop.nodes
+                ),
+                default=0.0,
+            )
+        await_steps(system, session.recording, WARM_UP + STEADY, session_told)
+    else:
+        # One of the marks says that the job was ended.
+        await_steps(system, session.recording, 1 + WARM_UP + STEADY, stop.at)
+
+
+def _since(session: Session, moment: float) -> int:
+    return sum(mark.seconds > moment for mark in session.recording.marks)
