@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/replay.py                 # Bamboo's P3 trace, if it is there
     .venv/bin/python benchmarks/replay.py --generated     # exponential failures
 
-Ten emulated nodes of one rank on this machine. Both systems train the same small model on the same
+Ten emulated nodes of one rank on this machine, whose steps also sleep, so that they seem to compute
+side by side (benchmarks/replay_script.py). Both systems train the same small model on the same
 global batch, and see the same events at the same seconds: SIGKILL to a node for each loss, a new
 one for each arrival. Samples that count are the steps that are kept, times the batch: one that is
 lost and done again counts once. The clock of each starts at the end of its third step.
@@ -109,7 +110,7 @@ def calibrated(name: str, given: Path | None, out: Path, scratch: Path) -> Costs
     if given is None:
         console.print(f"calibrating {name}", markup=False)
         signal.alarm(CALIBRATION_SECONDS)
-        write_costs(CALIBRATE[name](scratch / f"calibrate-{name}"), path)
+        write_costs(CALIBRATE[name](scratch / f"calibrate-{name}", out / f"{name}-run.json"), path)
         signal.alarm(0)
     return read_costs(path)
 
@@ -269,7 +270,7 @@ def main() -> int:
         "--minutes", type=float, default=float(MINUTES), help="of the trace; default: %(default)g"
     )
     parser.add_argument(
-        "--speed-up", type=float, default=16.0, help="of its time; default: %(default)g"
+        "--speed-up", type=float, default=20.0, help="of its time; default: %(default)g"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / "replay", help="default: %(default)s"

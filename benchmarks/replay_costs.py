@@ -5,6 +5,7 @@ those steps, and others in between, take when nothing happens. So slow first ste
 newcomers or saves take from the cores while others train, are part of it.
 """
 
+import json
 import random
 import statistics
 import time
@@ -35,8 +36,8 @@ from megatron_resilient.simulation.workload import Workload
 
 WARM_UP = 3  # steps after a change that are part of its cost
 BESIDE = 2  # steps after a save that are part of its cost
-STEADY = 8  # steps at each size beside those, with one save among them
-SAVE_INTERVAL = 8
+STEADY = 6  # steps at each size beside those, with one save among them
+SAVE_INTERVAL = 6
 EXPERTS = 8
 WORKLOAD = Workload(
     nodes=NODES,
@@ -116,7 +117,14 @@ def steady_steps(
     return steps, max(0.0, statistics.fmean(extra)) if extra else 0.0
 
 
-def lost_seconds(stop: Stop, marks: Sequence[Mark], steps: dict[int, float], known: int) -> float:
+def lost_seconds(
+    stop: Stop,
+    marks: Sequence[Mark],
+    steps: dict[int, float],
+    known: int,
+    save: float = 0.0,
+    interval: int = 0,
+) -> float:
     """Returns the time that a change cost, up to the end of the steps that warm up after it.
 
     Args:
@@ -124,9 +132,13 @@ def lost_seconds(stop: Stop, marks: Sequence[Mark], steps: dict[int, float], kno
         marks: since then, of both worlds.
         steps: seconds of a step by number of nodes.
         known: how many of the marks are of the world before.
+        save: what a save adds, which is no part of it.
+        interval: steps between two saves; 0: there was none.
     """
-    last = marks[known + WARM_UP - 1]
-    return last.seconds - stop.at - known * steps[stop.before] - WARM_UP * steps[stop.nodes]
+    own = marks[: known + WARM_UP]
+    saves = sum((mark.step - 1) % interval == 0 for mark in own) if interval else 0
+    usual = known * steps[stop.before] + WARM_UP * steps[stop.nodes] + saves * save
+    return own[-1].seconds - stop.at - usual
 
 
 def line_through(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -136,8 +148,13 @@ def line_through(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return max(0.0, float(ys.mean() - slope * xs.mean())), slope
 
 
-def calibrate_ours(folder: Path) -> Costs:
-    """Loses nodes one by one, takes them in again, and loses three at once."""
+def calibrate_ours(folder: Path, kept: Path) -> Costs:
+    """Loses nodes one by one, takes them in again, and loses two at once.
+
+    Args:
+        folder: for what the job writes.
+        kept: file for the events that costs are made of.
+    """
     session, moment = Session(), random.Random(1)
     with Ours(folder, SAVE_INTERVAL) as system:
         names = [f"a{number}" for number in range(NODES)]
@@ -146,9 +163,8 @@ def calibrate_ours(folder: Path) -> Costs:
         for number in range(4):
             _change(system, session, moment, lost=[names.pop(number)])
         _change(system, session, moment, joined=["b0", "b1", "b2", "b3"])
-        names += ["b0", "b1", "b2", "b3"]
-        _change(system, session, moment, lost=[names.pop(), names.pop(2), names.pop(4)])
-        _change(system, session, moment, joined=["c0", "c1", "c2"])
+        _change(system, session, moment, lost=[names.pop(), "b1"])
+    _keep(session, kept)
     return costs_of_ours(session)
 
 
@@ -169,7 +185,7 @@ def costs_of_ours(session: Session) -> Costs:
     recoveries, joins, windows = [], [], []
     for number, stop in enumerate(session.stops):
         before, waited = known[number]
-        seconds = lost_seconds(stop, session.after(number), steps, before)
+        seconds = lost_seconds(stop, session.after(number), steps, before, save, SAVE_INTERVAL)
         if stop.nodes < stop.before:
             recoveries.append(seconds)
         else:
@@ -187,8 +203,13 @@ def costs_of_ours(session: Session) -> Costs:
     )
 
 
-def calibrate_restart(folder: Path) -> Costs:
-    """Starts on ten nodes, and again on eight, six and ten."""
+def calibrate_restart(folder: Path, kept: Path) -> Costs:
+    """Starts on ten nodes, and again on eight, six and ten.
+
+    Args:
+        folder: for what the job writes.
+        kept: file for the events that costs are made of.
+    """
     session, moment = Session(), random.Random(1)
     with Restart(folder, SAVE_INTERVAL) as system:
         names = [f"a{number}" for number in range(NODES)]
@@ -201,6 +222,7 @@ def calibrate_restart(folder: Path) -> Costs:
         session.stops.append(Stop(time.time(), 6, 10))
         system.take(Change(0.0, lost=(names.pop(),)))
         _settle(system, session)
+    _keep(session, kept)
     return costs_of_restart(session)
 
 
@@ -229,8 +251,22 @@ def costs_of_restart(session: Session) -> Costs:
         restart_seconds_per_node=each,
         join_window_seconds=JOIN_WINDOW_SECONDS,
         stock_save=SaveCost(stall_seconds=save),
-        source="a calibration run of a relaunch by torchrun",
+        source="a calibration run of starts from Megatron's checkpoints",
     )
+
+
+def read_session(path: Path) -> Session:
+    """Returns a calibration run that was kept."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    recording = Recording()
+    recording.add(document["events"])
+    return Session(recording, [Stop(*stop) for stop in document["stops"]])
+
+
+def _keep(session: Session, path: Path) -> None:
+    stops = [[stop.at, stop.before, stop.nodes] for stop in session.stops]
+    text = json.dumps({"stops": stops, "events": session.recording.events})
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def predict(name: str, trace: Trace, costs: Costs, interval: int) -> Result:

@@ -2,10 +2,14 @@
 
 Both train the same model on the same batch. Ours has one node a rank that lives and dies alone.
 The other is what a launcher does with stock Megatron: any loss of a node in use ends all ranks, and
-torchrun starts them again from the newest checkpoint; the plugin's features are off, but it runs
-Megatron on the CPU and shares a batch that does not divide evenly, which stock refuses.
+they are started again at once, as torchrun would, from the newest checkpoint. The plugin's features
+are off there, but it runs Megatron on the CPU and shares a batch that does not divide evenly, which
+stock refuses. In both, ranks are forked from a process that has imported Megatron, since ten nodes
+would import beside each other and not one after the other; `restart` pays for one import a start.
 """
 
+import os
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +21,17 @@ from megatron_resilient.simulation.trace import Change
 from tests.support.pretrain_pool import flags
 from tools.elastic_nodes import ElasticNodes
 from tools.soak_watch import Tail
-from tools.training_job import TrainingJob, environment, torchrun
+from tools.training_job import TrainingJob, environment
 
 NODES = 10
 GROUP = 2  # nodes of an expert-parallel group of stock's
 SLOTS = 4  # experts of a layer that a node has room for: eight in a group, all of them
 BATCH = 20
 JOIN_WINDOW_SECONDS = 1.0
+MICROBATCH_SECONDS = 0.4  # of a node's accelerator; see replay_script.py
+FORKED = Path(__file__).resolve().parents[1] / "tools" / "forked_ranks.py"
+SCRIPT = Path(__file__).with_name("replay_script.py")
+ENVIRONMENT = {"REPLAY_MICROBATCH_SECONDS": str(MICROBATCH_SECONDS)}
 LAYERS = 2
 MODEL: dict[str, object] = {
     "num_layers": LAYERS,
@@ -80,7 +88,7 @@ class Ours:
             resilient_checkpoint_format="experts",
         )
         self._events = Tail(folder / "run" / "events.jsonl")
-        self._nodes = ElasticNodes(own, folder, LIMITS, NODES, environment())
+        self._nodes = ElasticNodes(SCRIPT, own, folder, LIMITS, NODES, environment() | ENVIRONMENT)
 
     def start(self, nodes: tuple[str, ...]) -> None:
         """Starts training on these nodes."""
@@ -113,7 +121,7 @@ class Ours:
 
 
 class Restart:
-    """torchrun, started again from Megatron's newest synchronous checkpoint at every loss.
+    """All ranks, started again from Megatron's newest synchronous checkpoint at every loss.
 
     Nodes that join are taken in right after the next save, so that this costs no step.
     """
@@ -123,6 +131,7 @@ class Restart:
     def __init__(self, folder: Path, interval: int) -> None:
         """Starts nothing yet."""
         folder.mkdir(parents=True)
+        os.environ.update(ENVIRONMENT)  # a job's processes inherit it
         self._folder = folder
         self._checkpoints = folder / "checkpoints"
         self._checkpoints.mkdir()
@@ -154,7 +163,7 @@ class Restart:
     def look(self) -> list[dict[str, Any]]:
         """Takes in who waits, if a save was just made, and returns what is new."""
         if self._job is not None and self._job.exit_code is not None:
-            raise RuntimeError(f"torchrun ended by itself: see {self._job.log}")
+            raise RuntimeError(f"the job ended by itself: see {self._job.log}")
         new = list(self._events.read())
         saved = any(event["event"] == "checkpoint_saved" for event in new)
         told, self._told = [*self._told, *new], []
@@ -178,7 +187,8 @@ class Restart:
                 self._flags,
                 self._folder / "run",
                 self._folder / f"start{self._starts}.log",
-                torchrun(len(world)),
+                [sys.executable, str(FORKED), str(len(world))],
+                SCRIPT,
             )
 
     @property

@@ -24,7 +24,6 @@ from megatron_resilient.elastic.limits import Limits
 from megatron_resilient.elastic.protocol import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "examples" / "pretrain_moe.py"
 START_SECONDS = 60.0  # for the forker to import, and then to say that an agent has started
 END_SECONDS = 10.0
 
@@ -37,12 +36,19 @@ class ElasticNodes:
     """
 
     def __init__(
-        self, flags: Sequence[str], folder: Path, limits: Limits, most: int, env: Mapping[str, str]
+        self,
+        script: Path,
+        flags: Sequence[str],
+        folder: Path,
+        limits: Limits,
+        most: int,
+        env: Mapping[str, str],
     ) -> None:
         """Starts the coordinator and the process that forks nodes; no node yet.
 
         Args:
-            flags: of the training script; its run folder is `folder`/run.
+            script: what nodes run.
+            flags: of it; its run folder is `folder`/run.
             folder: for all that the job writes; must be there.
             limits: of time.
             most: nodes that a start waits for.
@@ -69,7 +75,7 @@ class ElasticNodes:
         ]
         nodes = [
             *(sys.executable, str(ROOT / "tools" / "soak_nodes.py"), json.dumps(settings)),
-            *(str(SCRIPT), *flags, "--resilient-device", "cpu", "--resilient-run-dir"),
+            *(str(script), *flags, "--resilient-device", "cpu", "--resilient-run-dir"),
             str(run_dir),
         ]
         options: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}

@@ -110,12 +110,12 @@ def test_a_line_never_falls():
 
 
 def test_costs_of_a_run_of_ours():
-    marks = marks_of(0.0, 1, 21, 0.5, 8, 0.2)
+    marks = marks_of(0.0, 1, 21, 0.5, 6, 0.2)
     lost_at = marks[-1].seconds
-    nine = marks_of(lost_at + 3.0, 22, 12, 0.75, 8, 0.2)
+    nine = marks_of(lost_at + 3.0, 22, 12, 0.75, 6, 0.2)
     joined_at = nine[-1].seconds
     between = marks_of(joined_at, 34, 2, 0.75)
-    last = marks_of(between[-1].seconds + 1.0, 36, 12, 0.5, 8, 0.2)
+    last = marks_of(between[-1].seconds + 1.0, 36, 12, 0.5, 6, 0.2)
     events = [
         {"event": "recovery", "time": nine[0].seconds, "seconds": {"all": 3.7}, "world_size": 9},
         {"event": "recovery", "time": last[0].seconds, "seconds": {"all": 1.4}, "world_size": 10},
@@ -136,7 +136,7 @@ def test_costs_of_a_run_of_ours():
 
 
 def test_costs_of_a_relaunch():
-    first = marks_of(0.0, 1, 21, 0.5, 8, 0.2)
+    first = marks_of(0.0, 1, 21, 0.5, 6, 0.2)
     at, marks, stops, events = first[-1].seconds, [*first], [], []
     for before, nodes, seconds in ((10, 8, 18.0), (8, 6, 16.0), (6, 10, 20.0)):
         stops.append(Stop(at, before, nodes))
