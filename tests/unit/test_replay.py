@@ -1,5 +1,8 @@
 """What a replay decides and counts: events, worlds, kept steps, and costs from marks."""
 
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.replay_accounts import Mark, Members, kept, sped_up, without_notice
@@ -17,6 +20,7 @@ from benchmarks.replay_plot import plot
 from benchmarks.replay_run import Recording
 from megatron_resilient.simulation.costs import Costs
 from megatron_resilient.simulation.trace import NodeEvent, Trace
+from tools import forked_ranks
 
 TEN = tuple(f"n{number}" for number in range(10))
 
@@ -164,3 +168,25 @@ def test_a_replay_is_drawn(tmp_path):
     curves = {"ours": [(0.0, 0.0), (5.0, 100.0)], "restart": [(0.0, 0.0), (5.0, 40.0)]}
     plot(tmp_path / "replay.png", curves, trace_of((2.0, "remove", "n0"), (3.0, "add", "n0")))
     assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_forked_ranks_get_what_torchrun_sets():
+    own = forked_ranks.variables(3, 6, 29500)
+    assert own == {
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "6",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_fails_ends_all(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\ntime.sleep(600)\n"
+    )
+    program = [sys.executable, forked_ranks.__file__, "3", str(script)]
+    assert subprocess.run(program, timeout=120).returncode == 3
