@@ -40,8 +40,9 @@ MODEL: dict[str, object] = {
     "max_position_embeddings": 64,
     "micro_batch_size": 1,
     "global_batch_size": BATCH,
-    "train_iters": 1_000_000,
-    "lr_decay_iters": 1_000_000,
+    # More than there will be, but no more: each rank indexes all samples whenever it starts.
+    "train_iters": 2_000,
+    "lr_decay_iters": 2_000,
     "resilient_expert_load_interval": 0,
 }
 LIMITS = Limits(
