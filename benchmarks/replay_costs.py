@@ -255,14 +255,6 @@ def costs_of_restart(session: Session) -> Costs:
     )
 
 
-def read_session(path: Path) -> Session:
-    """Returns a calibration run that was kept."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    recording = Recording()
-    recording.add(document["events"])
-    return Session(recording, [Stop(*stop) for stop in document["stops"]])
-
-
 def _keep(session: Session, path: Path) -> None:
     stops = [[stop.at, stop.before, stop.nodes] for stop in session.stops]
     text = json.dumps({"stops": stops, "events": session.recording.events})
