@@ -27,8 +27,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -51,8 +52,9 @@ BAR = 0.15
 MTBF_MINUTES = 8.0  # as tools/reproduce/lazarus_spot.py draws where there is no trace
 REPAIR_MINUTES = 10.0
 NODES_PER_FAILURE = 1.5
-SYSTEMS = {"ours": Ours, "restart": Restart}
-CALIBRATE = {"ours": calibrate_ours, "restart": calibrate_restart}
+# In this order: how often both save follows from the costs of restart.
+SYSTEMS = {"restart": Restart, "ours": Ours}
+CALIBRATE = {"restart": calibrate_restart, "ours": calibrate_ours}
 CALIBRATION_SECONDS = 600  # no calibration takes longer, nor what a replay does beside its trace
 console = Console(width=110, highlight=False)
 
@@ -89,6 +91,16 @@ class Judged:
         """Returns samples over those that the same system makes undisturbed on all nodes."""
         return samples / BATCH * self.step_seconds / self.marks[-1].seconds
 
+    def write(self, path: Path) -> None:
+        """Writes the file that `read` reads."""
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Returns what an earlier call measured."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**values | {"marks": [Mark(*mark) for mark in values["marks"]]})
+
 
 def trace_of(args: argparse.Namespace) -> Trace:
     """Returns the events that are played, not yet sped up."""
@@ -105,15 +117,25 @@ def trace_of(args: argparse.Namespace) -> Trace:
     )
 
 
-def calibrated(name: str, given: Path | None, out: Path, scratch: Path) -> Costs:
-    """Returns a system's costs: those of an earlier call, or measured now."""
-    path = (given or out) / f"{name}.json"
-    if given is None:
-        console.print(f"calibrating {name}", markup=False)
+def one(name: str, trace: Trace, args: argparse.Namespace, scratch: Path) -> None:
+    """Calibrates a system, predicts, and plays the trace right after that.
+
+    Writes NAME.json, its costs, and NAME-judged.json into the folder of results.
+    """
+    path = args.out / f"{name}.json"
+    if args.costs is None:
+        console.print(f"calibrating {name}")
         signal.alarm(CALIBRATION_SECONDS)
-        write_costs(CALIBRATE[name](scratch / f"calibrate-{name}", out / f"{name}-run.json"), path)
+        kept = args.out / f"{name}-calibration.json"
+        write_costs(CALIBRATE[name](scratch / f"calibrate-{name}", kept), path)
         signal.alarm(0)
-    return read_costs(path)
+    elif args.costs.resolve() != args.out.resolve():
+        shutil.copyfile(args.costs / path.name, path)
+    if not args.calibrate_only:
+        of_restart = read_costs((args.costs or args.out) / "restart.json")
+        interval = best_interval("restart", without_notice(trace), of_restart)
+        found = judge(name, trace, read_costs(path), interval, scratch)
+        found.write(args.out / f"{name}-judged.json")
 
 
 def judge(name: str, trace: Trace, costs: Costs, interval: int, scratch: Path) -> Judged:
@@ -279,31 +301,36 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / "replay", help="default: %(default)s"
     )
-    parser.add_argument(
-        "--costs", type=Path, help="folder of an earlier call with --calibrate-only: its costs"
-    )
+    parser.add_argument("--costs", type=Path, help="folder of an earlier call: its costs")
     parser.add_argument("--calibrate-only", action="store_true", help="write costs, play nothing")
+    parser.add_argument(
+        "--system",
+        choices=list(SYSTEMS),
+        help="play this one only; what an earlier call with this --out knows of the other is used",
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     # Whatever ends the benchmark unwinds the stack, and with it ends the jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("replay: it took too long"))
     started = time.monotonic()
+    trace = sped_up(trace_of(args), args.speed_up)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
-        scratch = Path(folder)
         try:
-            costs = {name: calibrated(name, args.costs, args.out, scratch) for name in SYSTEMS}
-            show_costs(costs)
-            if args.calibrate_only:
-                return 0
-            given = trace_of(args)
-            trace = sped_up(given, args.speed_up)
-            interval = best_interval("restart", without_notice(trace), costs["restart"])
-            judged = {name: judge(name, trace, costs[name], interval, scratch) for name in SYSTEMS}
+            for name in [args.system] if args.system else SYSTEMS:
+                one(name, trace, args, Path(folder))
         except (RuntimeError, TimeoutError):
             # The logs tell why: they stay, and the error goes on.
-            shutil.copytree(scratch, args.out / "failed", dirs_exist_ok=True)
+            shutil.copytree(folder, args.out / "failed", dirs_exist_ok=True)
             raise
+    if not all((args.out / f"{name}.json").exists() for name in SYSTEMS):
+        console.print(f"{args.out}: the other system is still to be played")
+        return 0
+    costs = {name: read_costs(args.out / f"{name}.json") for name in ("ours", "restart")}
+    show_costs(costs)
+    if args.calibrate_only:
+        return 0
+    judged = {name: Judged.read(args.out / f"{name}-judged.json") for name in costs}
     write(args.out, judged, trace)
     is_p3 = bool(args.trace) and not args.generated
     show(judged, trace, costs, is_p3, args.speed_up)

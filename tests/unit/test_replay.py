@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from benchmarks.replay import Judged
 from benchmarks.replay_accounts import Mark, Members, kept, sped_up, without_notice
 from benchmarks.replay_costs import (
     Session,
@@ -190,3 +191,13 @@ def test_a_rank_that_fails_ends_all(tmp_path):
     )
     program = [sys.executable, forked_ranks.__file__, "3", str(script)]
     assert subprocess.run(program, timeout=120).returncode == 3
+
+
+def test_what_was_judged_is_read_as_it_was_written(tmp_path):
+    judged = Judged(110.0, [Mark(0.0, 0), Mark(60.0, 5)], 2.0, 6, 1.5)
+    judged.write(tmp_path / "ours-judged.json")
+    assert Judged.read(tmp_path / "ours-judged.json") == judged
+    assert judged.samples == 100
+    assert judged.off == pytest.approx(0.1)
+    # Five of the thirty steps that the time has room for.
+    assert judged.goodput(judged.samples) == pytest.approx(5 / 30)
