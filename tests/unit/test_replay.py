@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from benchmarks.replay import Judged
 from benchmarks.replay_accounts import Mark, Members, kept, sped_up, without_notice
 from benchmarks.replay_costs import (
     Session,
@@ -18,6 +17,7 @@ from benchmarks.replay_costs import (
     steady_steps,
 )
 from benchmarks.replay_plot import plot
+from benchmarks.replay_report import Judged
 from benchmarks.replay_run import Recording
 from megatron_resilient.simulation.costs import Costs
 from megatron_resilient.simulation.trace import NodeEvent, Trace
