@@ -29,7 +29,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.replay_accounts import sped_up, without_notice
-from benchmarks.replay_costs import best_interval, calibrate_ours, calibrate_restart, predict
+from benchmarks.replay_calibrate import calibrate_ours, calibrate_restart
+from benchmarks.replay_costs import best_interval, predict
 from benchmarks.replay_report import Judged, console, show, show_costs, write
 from benchmarks.replay_run import replay
 from benchmarks.replay_systems import BATCH, NODES, Ours, Restart
