@@ -67,7 +67,7 @@ class TrainingJob:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | _environment(),
+                env=os.environ | environment(),
                 start_new_session=True,
             )
 
@@ -163,7 +163,8 @@ def torchrun(ranks: int, *options: str) -> list[str]:
     ]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Returns the variables that ranks of this machine need."""
     return {
         "OMP_NUM_THREADS": "1",  # the ranks share the cores
         "GLOO_SOCKET_IFNAME": "lo",  # the host's name may not resolve, and need not

@@ -54,6 +54,8 @@ class Costs:
         overlap_speedup: how much less MoE layers take with overlap, on top of that.
         resilience_overhead: by which part of a step our runs are longer while nothing fails.
         restart_seconds: from a failure to the first step of a new start, without reading state.
+        restart_seconds_per_node: the same, for each node that starts; 0 where nodes start side by
+            side and wait for nobody.
         in_process_seconds: the same, if processes stay and take their state from a checkpoint.
         recovery_seconds: the same, with state from memory, without copying it.
         join_seconds: how long the others wait when nodes join, or leave as planned, without copying
@@ -74,6 +76,7 @@ class Costs:
     overlap_speedup: float = 1.127
     resilience_overhead: float = 0.009
     restart_seconds: float = 10.41
+    restart_seconds_per_node: float = 0.0
     in_process_seconds: float = 1.49
     recovery_seconds: float = 1.49
     join_seconds: float = 1.49

@@ -190,7 +190,9 @@ class Policy:
 
     def start_seconds(self, world: World) -> float:
         """Returns the time that a new start from a checkpoint takes."""
-        return self._costs.restart_seconds + self._load(world)
+        costs = self._costs
+        fixed = costs.restart_seconds + costs.restart_seconds_per_node * len(world.nodes)
+        return fixed + self._load(world)
 
     def join_seconds(self, world: World) -> float:
         """Returns how long nodes wait that were there before, when others join."""

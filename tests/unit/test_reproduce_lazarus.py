@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_resilient.simulation.failures import draw_failures
-from tools.reproduce import lazarus_failures, lazarus_setup, lazarus_spot
+from tools.reproduce import lazarus_failures, lazarus_setup, lazarus_spot, spot_segment
 from tools.reproduce.figure import Figure
 
 
@@ -51,13 +51,13 @@ def test_a_spot_trace(tmp_path, monkeypatch, capsys):
     ]
     assert len(rows_of(tmp_path / "lazarus_spot.csv")) == 2 * 3 * 4
     assert (tmp_path / "lazarus_spot.png").read_bytes().startswith(b"\x89PNG")
-    trace = lazarus_spot.ten_of(lazarus_spot.read_trace(path), 0)
+    trace = spot_segment.ten_of(spot_segment.read_trace(path), 0)
     assert trace.sizes() == [(0.0, 10), (34 * 60.0, 6), (43 * 60.0, 7)]
 
 
 def test_no_spot_trace_is_compared_with_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lazarus_spot, "POINTS", 2)
-    monkeypatch.setattr(lazarus_spot, "SPOT_TRACE", None)
+    monkeypatch.setattr(lazarus_spot, "default_trace", lambda root: None)
     made(lazarus_spot, tmp_path, monkeypatch, capsys)
     figure = Figure.read(tmp_path / "lazarus_spot.json")
     assert "drawn failures: no trace was given" in figure.text
@@ -67,7 +67,7 @@ def test_no_spot_trace_is_compared_with_nothing(tmp_path, monkeypatch, capsys):
 def test_ten_places_are_never_more():
     for seed in range(5):
         trace = draw_failures(16, 60.0, 4000.0, seed=seed, repair_seconds=300.0)
-        sizes = [number for _, number in lazarus_spot.ten_of(trace, seed).sizes()]
+        sizes = [number for _, number in spot_segment.ten_of(trace, seed).sizes()]
         assert max(sizes) == 10
 
 

@@ -13,7 +13,7 @@ from tools.reproduce import (
     lazarus_layer,
     lazarus_planning,
     lazarus_recovery,
-    lazarus_spot,
+    spot_segment,
 )
 from tools.reproduce.figure import Figure
 
@@ -75,7 +75,7 @@ def test_skewed_loads_are_as_skewed_as_the_paper_says():
 
 
 def test_breakdown_and_moves(tmp_path, monkeypatch):
-    assert lazarus_spot.spot_traces(None, 1)[0].source.startswith("drawn")
+    assert spot_segment.spot_traces(None, 1)[0].source.startswith("drawn")
     trace = tmp_path / "trace.csv"
     start = "".join(f"0,add,node{i}\n" for i in range(1, 11))
     lost = "".join(f"{34 * 60_000},remove,node{i}\n" for i in (3, 5, 7, 9))

@@ -4,24 +4,19 @@ A simulation, on the trace of AWS P3 instances of Bamboo (MIT licence, not part 
 
     .venv/bin/python tools/reproduce/lazarus_spot.py --trace ../shared/data/bamboo/p3-trace.csv
 
-The paper says that four nodes are lost at minute 34: so it is in the first 80 minutes of the trace.
-How it caps the 18 to 32 nodes of the trace at 10 it does not say. Here ten are in use from the
-first minute, those four among them and the others drawn; whoever comes while there is room joins.
+How the nodes of the trace are capped at 10: see tools/reproduce/spot_segment.py.
 Without --trace, failures are drawn (one every 8 minutes, 1.5 nodes each), and no number is the
 paper's.
 
 Writes lazarus_spot.csv and .png into --out, and prints the paper's ratios beside ours.
 """
 
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_resilient.simulation.failures import draw_failures
-from megatron_resilient.simulation.trace import NodeEvent, Trace
-from megatron_resilient.simulation.trace_files import read_trace
+from megatron_resilient.simulation.trace import Trace
 from tools.reproduce.figure import (
     ROOT,
     Compared,
@@ -34,67 +29,22 @@ from tools.reproduce.figure import (
 from tools.reproduce.lazarus_setup import (
     GPT_L,
     GPT_S,
-    NODES,
     SYSTEMS,
     Model,
     run,
     samples_over_time,
 )
+from tools.reproduce.spot_segment import MINUTES, PAPER_RATIOS, default_trace, spot_traces
 
-_FILE = ROOT.parent / "shared" / "data" / "bamboo" / "p3-trace.csv"
-SPOT_TRACE = _FILE if _FILE.is_file() else None
-MINUTES = 80
 POINTS = 40
-BURST_MINUTE = 34
 # The paper's saves for failures this frequent; ours too: only here it saves.
 INTERVALS = {"DS": 50, "DS(FT)": 250, "ours": 250}
-PAPER = {GPT_S: {"DS": 2.3, "DS(FT)": 1.2}, GPT_L: {"DS": 3.4, "DS(FT)": 1.8}}
+PAPER = {model: PAPER_RATIOS[model.name] for model in (GPT_S, GPT_L)}
 WHY = (
     "Loads, and how nodes are capped at 10, are not in the paper: see the heads of "
-    "tools/reproduce/lazarus_spot.py and lazarus_setup.py. The cap decides how many losses there "
+    "tools/reproduce/spot_segment.py and lazarus_setup.py. The cap decides how many losses there "
     "are: four or five here."
 )
-
-
-def ten_of(trace: Trace, seed: int) -> Trace:
-    """Returns the trace as ten places see it, that any newcomer takes if one is free."""
-    burst = {
-        node
-        for change in trace.changes
-        if change.seconds == 60 * BURST_MINUTE
-        for node in change.lost
-    }
-    # Those of the burst who come later than the start keep a place free.
-    first = [node for node in trace.start if node in burst]
-    others = [node for node in trace.start if node not in burst]
-    first += random.Random(seed).sample(others, min(NODES - len(burst), len(others)))
-    places, missing = set(first), burst.difference(first)
-    events = [NodeEvent(0.0, "add", node) for node in first]
-    for event in trace.events():
-        if event.seconds == 0:
-            continue
-        if event.kind != "add":
-            if event.node in places:
-                places.remove(event.node)
-                events.append(event)
-        elif event.node in missing or len(places) + len(missing) < NODES:
-            missing.discard(event.node)
-            places.add(event.node)
-            events.append(event)
-    return Trace.of(events, trace.seconds, trace.source)
-
-
-def spot_traces(path: Path | None, draws: int) -> list[Trace]:
-    """Returns the 80 minutes as ten places see them, for each draw; without a file, drawn ones."""
-    if path:
-        whole = read_trace(path).window(0.0, 60 * MINUTES)
-        return [ten_of(whole, seed) for seed in range(draws)]
-    return [
-        draw_failures(
-            NODES, 8 * 60, 60 * MINUTES, seed=seed, repair_seconds=600, nodes_per_failure=1.5
-        )
-        for seed in range(draws)
-    ]
 
 
 def of_ours(
@@ -124,7 +74,7 @@ def of_ours(
 def main() -> int:
     """Makes the figure."""
     parser = flags(__doc__ or "", draws=10)
-    parser.add_argument("--trace", type=Path, default=SPOT_TRACE, help="p3-trace.csv")
+    parser.add_argument("--trace", type=Path, default=default_trace(ROOT), help="p3-trace.csv")
     args = parser.parse_args()
     traces = spot_traces(args.trace, args.draws)
     times = [MINUTES * point / POINTS for point in range(1, POINTS + 1)]
