@@ -257,6 +257,13 @@ def test_small_size_trains(model, tmp_path):
     assert not fault or f'_like.sh runs/first {fault[0]} "{fault[1]}"' in README
     done = script(model, str(run), *fault, path=Path(sys.executable).parent, **SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
+    if fault:
+        (shown,) = re.findall(r"^```\n(generation 1 .+?)^```", README, re.MULTILINE | re.DOTALL)
+        said = (done.stdout + done.stderr).replace(str(run), "runs/first")
+        for line in shown.splitlines():
+            # How a loss is noticed first, and how often things are counted, is chance.
+            stable = re.sub(r"\d+ events, |: its connections broke", "", line)
+            assert stable in re.sub(r"\d+ events, ", "", said), said
     events = read_events(run)
     losses = {
         event["step"]: event["loss"]["lm loss"] for event in events if event["event"] == "step"
