@@ -53,3 +53,13 @@ def test_the_page_has_every_program_and_its_pictures():
             assert f"`.venv/bin/python tools/reproduce/{name}.py`" in text, name
     pictures = {path.name for path in (ROOT / "docs" / "figures").iterdir()}
     assert pictures == {part.split(")")[0] for part in text.split("](figures/")[1:]}
+
+
+def test_what_the_readme_says_of_figures_stands_on_their_page():
+    page = PAGE.read_text(encoding="utf-8").splitlines()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## Figures of papers")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.endswith(("computed |", "simulated |"))]
+    assert len(rows) == 8
+    assert not set(rows) - set(page)
+    assert f"has {sum(map(len, book.programs().values()))} figures" in section
