@@ -32,12 +32,6 @@ def describe_profile(profile: Profile) -> dict[str, dict[str, float | None]]:
     return document
 
 
-def write_profile(profile: Profile, path: str | Path) -> None:
-    """Writes the file that `read_profile` reads."""
-    text = json.dumps(describe_profile(profile), indent=1)
-    Path(path).write_text(text + "\n", encoding="utf-8")
-
-
 def read_profile(path: str | Path) -> Profile:
     """Reads `{"a2a": {"alpha_ms": .., "beta_ms_per_byte": ..}, .., "gemm": {.._per_flop}}`.
 

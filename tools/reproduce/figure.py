@@ -4,7 +4,7 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -151,7 +151,7 @@ def plot_lines(
         axis.set_title(title)
         axis.set_xlabel(x_label)
     axes[0].set_ylabel(y_label)
-    axes[0].legend()
+    _legend(picture, axes)
     _save(picture, path)
 
 
@@ -172,13 +172,7 @@ def plot_bars(
         axis.set_xticks(range(len(groups)), groups)
         axis.set_title(title)
     axes[0].set_ylabel(y_label)
-    # Of the first panel that has bars of it: a series may be empty where it does not apply.
-    legend: dict[str, Any] = {}
-    for axis in axes:
-        for bars, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            if len(bars):
-                legend.setdefault(label, bars)
-    picture.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
+    _legend(picture, axes)
     _save(picture, path)
 
 
@@ -196,6 +190,16 @@ def _panels(count: int, how: How) -> tuple[Any, Any]:
         axis.set_axisbelow(True)
     picture.suptitle(how)
     return picture, axes[0]
+
+
+def _legend(picture: Any, axes: Any) -> None:
+    """Puts one legend below all panels; of each label what the first panel has that shows it."""
+    shown: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            if not isinstance(handle, Sized) or len(handle):  # bars may be none here
+                shown.setdefault(label, handle)
+    picture.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=1 + len(axes))
 
 
 def _save(picture: Any, path: Path) -> None:
