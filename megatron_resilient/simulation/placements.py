@@ -13,6 +13,7 @@ from megatron_resilient.algorithms.migration import EMPTY, plan_migration
 from megatron_resilient.algorithms.rank_plan import plan_layers
 from megatron_resilient.algorithms.recovery_probability import holders
 from megatron_resilient.algorithms.token_assignment import least_imbalance
+from megatron_resilient.errors import PlanError
 from megatron_resilient.simulation.workload import Workload
 
 IntArray = npt.NDArray[np.int64]
@@ -176,14 +177,21 @@ def stock_group_ranks(workload: Workload) -> int:
 
     Its size divides the number of experts, and fits nodes: it divides a node's ranks, or is a
     multiple of them.
+
+    Raises:
+        PlanError: there is none.
     """
     own = workload.ranks_per_node
-    for ranks in range(1, workload.experts):
+    for ranks in range(1, workload.experts + 1):
         fits = own % ranks == 0 or ranks % own == 0
         has_room = workload.experts <= ranks * workload.slots_per_rank
         if fits and has_room and workload.experts % ranks == 0:
             return ranks
-    return workload.experts
+    raise PlanError(
+        f"stock has no expert-parallel group for {workload.experts} experts on nodes of {own} "
+        f"ranks with {workload.slots_per_rank} slots each, since its size must divide the experts, "
+        "and fill nodes or a part of one: give nodes more slots, or name others with --system"
+    )
 
 
 def _near(nodes: int) -> int:

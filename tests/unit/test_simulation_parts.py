@@ -180,6 +180,10 @@ def test_steps_follow_imbalance_and_overlap():
     assert stock.placements.imbalance(4) == pytest.approx(10 / 7)
     assert stock.step_seconds(4) == pytest.approx(2 * (0.5 + 0.5 * 10 / 7))
     ours = Policy(parse_system("ours"), own, costs, min_replicas=1)
+    seven = workload(nodes=4, experts=7, slots=4, ranks_per_node=2)
+    with pytest.raises(PlanError, match="no expert-parallel group for 7 experts on nodes of 2"):
+        stock_group_ranks(seven)
+    assert stock_group_ranks(replace(seven, slots_per_node=14)) == 1
     assert ours.placements.imbalance(4) < 1.1
     assert ours.step_seconds(4) == pytest.approx(
         2 * (0.5 + 0.5 * ours.placements.imbalance(4)) * 1.1
