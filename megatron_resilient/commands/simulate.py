@@ -217,7 +217,11 @@ def _costs(args: argparse.Namespace) -> "Costs":
     costs = Costs()
     if args.calibration:
         is_run = Path(args.calibration).is_dir()
-        costs = costs_of_run(args.calibration) if is_run else read_costs(args.calibration)
+        costs = (
+            costs_of_run(args.calibration, args.ranks_per_node)
+            if is_run
+            else read_costs(args.calibration)
+        )
     if args.step_seconds:
         costs = replace(costs, step_seconds=args.step_seconds)
     if bool(args.profile) != bool(args.layers):

@@ -28,10 +28,13 @@ def costs_of_run(run_dir: str | PathLike[str], ranks_per_node: int = 1) -> Costs
 
     Raises:
         TelemetryError: no events there, or damaged ones.
-        ConfigError: the run has too few steps.
+        ConfigError: the run has too few steps, or worlds without whole nodes.
     """
     events = read_events(run_dir)
-    steps = _step_seconds(events, ranks_per_node)
+    try:
+        steps = _step_seconds(events, ranks_per_node)
+    except ConfigError as error:
+        raise ConfigError(f"{run_dir}: {error}") from None
     if not steps:
         raise ConfigError(
             f"{run_dir}: no job of this run did more than {_WARM_UP} steps: let it train for longer"
@@ -69,7 +72,13 @@ def _step_seconds(events: Sequence[Mapping[str, Any]], ranks_per_node: int) -> d
     nodes, warm_up = 0, 0
     for event in events:
         if event["event"] in ("run_start", "recovery") and "world_size" in event:
-            nodes, warm_up = event["world_size"] // ranks_per_node, _WARM_UP
+            nodes, rest = divmod(event["world_size"], ranks_per_node)
+            if rest or not nodes:
+                raise ConfigError(
+                    f"a world of {event['world_size']} ranks is no whole number of nodes with "
+                    f"{ranks_per_node} each: give the run's own --ranks-per-node"
+                )
+            warm_up = _WARM_UP
         elif event["event"] == "step" and not event.get("replayed"):
             if warm_up:
                 warm_up -= 1

@@ -6,8 +6,8 @@ calibration file puts others in their place.
 """
 
 import json
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Costs:
         stock_save: a save of Megatron's, asynchronous.
         our_save: a save by expert.
         relative_steps: measured: {nodes: time of a step with even loads, over that on all nodes};
-            between two sizes a straight line. Empty: by the batch (`Workload.relative_step`).
+            between two sizes a straight line. Else by the batch (`Workload.relative_step`).
         source: where they are from, for people.
     """
 
@@ -113,8 +113,16 @@ class Costs:
                     "number above 0"
                 )
 
-    def relative_step(self, nodes: int) -> float | None:
-        """Returns how long a step takes on so many nodes, if that was measured."""
+    def relative_step(self, nodes: int, by_batch: Callable[[int], float]) -> float:
+        """Returns how long a step takes on so many nodes.
+
+        Between measured sizes a straight line; outside them, or without any, the batch decides: a
+        run that never lost a node does not say that fewer nodes are as fast.
+
+        Args:
+            nodes: in use.
+            by_batch: the same for any number of nodes, if only the batch matters.
+        """
         if not self.relative_steps:
             return None
         known = sorted((int(size), value) for size, value in self.relative_steps.items())

@@ -121,8 +121,7 @@ class Policy:
         if self.system.overlap:
             moe /= costs.overlap_speedup
         overhead = 1 + costs.resilience_overhead if self.system.is_ours else 1.0
-        measured = costs.relative_step(nodes)
-        relative = self.workload.relative_step(nodes) if measured is None else measured
+        relative = costs.relative_step(nodes, self.workload.relative_step)
         return costs.step_seconds * relative * (1 - share + moe) * overhead
 
     @property

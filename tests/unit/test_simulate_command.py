@@ -123,6 +123,25 @@ def test_a_run_is_a_calibration(tmp_path, capsys):
     found = document(capsys, *QUICK, "--system", "ours", "--calibration", str(tmp_path))
     assert found["costs"]["step_seconds"] == 0.5
     assert found["costs"]["source"] == f"the run in {tmp_path}"
+    nodes = ("--mtbf", "60", "--nodes", "4", "--ranks-per-node", "2", "--experts", "8")
+    found = document(capsys, *nodes, "--system", "ours", "--calibration", str(tmp_path))
+    assert found["costs"]["relative_steps"] == {"4": 1.0}
+
+
+def test_a_run_that_lost_no_node_does_not_make_losses_free(tmp_path, capsys):
+    with EventLog(tmp_path, rank=0) as log:
+        log.emit("run_start", world_size=8)
+        for step in range(1, 9):
+            log.emit("step", step, loss={"lm loss": 1.0}, tokens=8, seconds=0.5)
+    common = ("--no-repair", "--hours", "4", "--nodes", "8", "--experts", "8", "--system", "ours")
+    goodput = [
+        document(capsys, *common, "--calibration", str(tmp_path), "--mtbf", minutes)["systems"][0]
+        for minutes in ("1e6", "60", "30")
+    ]
+    assert [own["goodput"] for own in goodput] == sorted(
+        (own["goodput"] for own in goodput), reverse=True
+    )
+    assert goodput[2]["goodput"] < 0.8
 
 
 def test_tables_say_that_they_are_simulated(capsys):

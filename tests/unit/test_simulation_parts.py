@@ -50,6 +50,11 @@ def test_calibrations_are_read_as_they_are_written(tmp_path):
         ({"relative_steps": {"3": "x"}}, "relative_steps must be an object of numbers"),
         ({"relative_steps": {"0": 1}}, "relative_steps has '0': 1"),
         ({"relative_steps": {"3": 0}}, "relative_steps has '3': 0"),
+        ({"relative_steps": {"3": 1, "03": 2}}, "relative_steps has '03': 2"),
+        ({"source": ["a run"]}, "source is .* must be a text"),
+        ({"restart_seconds": 1e300}, "restart_seconds is 1e.300"),
+        ({"restart_seconds": 10**400}, "restart_seconds is 1000"),
+        ({"step_seconds": 1e-300}, "step_seconds and overlap_speedup"),
     ],
 )
 def test_calibrations_that_cannot_be(tmp_path, document, message):
@@ -175,15 +180,15 @@ def test_steps_follow_imbalance_and_overlap():
         PLAIN, expert_share=0.5, step_seconds=2.0, overlap_speedup=2.0, resilience_overhead=0.1
     )
     own = workload(nodes=4, experts=8, slots=4, loads=((700, *[100] * 7),) * 2)
+    seven = workload(nodes=4, experts=7, slots=4, ranks_per_node=2)
+    with pytest.raises(PlanError, match="no expert-parallel group for 7 experts on nodes of 2"):
+        stock_group_ranks(seven)
+    assert stock_group_ranks(replace(seven, slots_per_node=14)) == 1
     stock = Policy(parse_system("restart"), own, costs)
     # Groups of two ranks, the first with 1000 of 1400 tokens.
     assert stock.placements.imbalance(4) == pytest.approx(10 / 7)
     assert stock.step_seconds(4) == pytest.approx(2 * (0.5 + 0.5 * 10 / 7))
     ours = Policy(parse_system("ours"), own, costs, min_replicas=1)
-    seven = workload(nodes=4, experts=7, slots=4, ranks_per_node=2)
-    with pytest.raises(PlanError, match="no expert-parallel group for 7 experts on nodes of 2"):
-        stock_group_ranks(seven)
-    assert stock_group_ranks(replace(seven, slots_per_node=14)) == 1
     assert ours.placements.imbalance(4) < 1.1
     assert ours.step_seconds(4) == pytest.approx(
         2 * (0.5 + 0.5 * ours.placements.imbalance(4)) * 1.1
@@ -353,8 +358,12 @@ def test_a_run_calibrates(tmp_path):
     found = costs_of_run(a_run(tmp_path))
     assert found.step_seconds == pytest.approx(1.0)
     assert found.relative_steps == {"4": 1.0, "3": pytest.approx(1.2)}
-    assert found.relative_step(4) == 1
-    assert found.relative_step(3) == pytest.approx(1.2)
+    even = workload(nodes=4).relative_step
+    assert found.relative_step(4, even) == 1
+    assert found.relative_step(3, even) == pytest.approx(1.2)
+    # Sizes that were not measured: the same batch, from the nearest one that was.
+    assert found.relative_step(2, even) == pytest.approx(1.2 * 3 / 2)
+    assert found.relative_step(8, even) == pytest.approx(1 / 2)
     # The first step is a step like others: 4.1 s and 3.1 s, less 1.1 s.
     assert found.recovery_seconds == pytest.approx(3.0)
     assert found.join_seconds == pytest.approx(2.0)
@@ -367,10 +376,17 @@ def test_a_run_calibrates(tmp_path):
 def test_what_a_run_did_not_do_keeps_its_default(tmp_path):
     found = costs_of_run(a_run(tmp_path, nodes=(4,), saves=()))
     assert found.relative_steps == {"4": 1.0}
-    assert found.relative_step(2) == 1
     assert (found.recovery_seconds, found.our_save) == (Costs().recovery_seconds, Costs().our_save)
     own = Policy(parse_system("ours"), workload(), found)
-    assert own.step_seconds(4) == own.step_seconds(3) == pytest.approx(1.0)
+    assert own.step_seconds(4) == pytest.approx(1.0)
+    assert own.step_seconds(3) == pytest.approx(4 / 3)
+
+
+def test_nodes_of_a_run_may_have_several_ranks(tmp_path):
+    assert costs_of_run(a_run(tmp_path, nodes=(4,)), 2).relative_steps == {"2": 1.0}
+    with pytest.raises(ConfigError, match="4 ranks is no whole number of nodes with 3") as raised:
+        costs_of_run(tmp_path, 3)
+    assert str(raised.value).startswith(str(tmp_path))
 
 
 def test_runs_that_calibrate_nothing(tmp_path):
