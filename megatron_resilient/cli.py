@@ -6,6 +6,7 @@ whatever is heavy is imported inside its `run`.
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -61,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except BrokenPipeError:  # `... | head` closed our output: not an error of ours
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except MemoryError as error:
+        if args.debug:
+            raise
+        print(f"{PROGRAM} {args.command}: out of memory: ask for less: {error}", file=sys.stderr)
+        return 2
     except (ResilientError, OSError) as error:
         if args.debug:
             raise

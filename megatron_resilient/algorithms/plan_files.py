@@ -1,13 +1,13 @@
 """The files a plan is made from: measured loads, and the description of the cluster."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_resilient.algorithms.topology import NO_RACK, Topology
 from megatron_resilient.errors import PlanError
+from megatron_resilient.input_files import MOST, is_number, read_json
 from megatron_resilient.telemetry import read_events
 
 
@@ -23,7 +23,7 @@ def read_loads(path: str | Path) -> list[list[int | float]]:
     """
     if Path(path).is_dir():
         return _loads_of_run(path)
-    document = _read(path)
+    document = read_json(path, PlanError)
     layers = document.get("layers") if isinstance(document, Mapping) else None
     if not _is_list(layers) or not layers:
         raise PlanError(f'{path}: expected {{"layers": [[tokens of expert 0, ...], ...]}}')
@@ -31,11 +31,15 @@ def read_loads(path: str | Path) -> list[list[int | float]]:
         if not _is_list(loads) or not loads:
             raise PlanError(f"{path}: layers[{layer}] must be a list with a number per expert")
         for expert, load in enumerate(loads):
-            if not _is_number(load) or not load >= 0:
+            if not is_number(load) or not load >= 0:
                 raise PlanError(
                     f"{path}: layers[{layer}][{expert}] is {json.dumps(load)}: "
-                    "tokens must be a finite number >= 0"
+                    f"tokens must be a number from 0 to {MOST:g}"
                 )
+        if sum(loads) > MOST:
+            raise PlanError(
+                f"{path}: layers[{layer}] has {sum(loads):g} tokens: more than {MOST:g}"
+            )
     return [list(loads) for loads in layers]
 
 
@@ -56,6 +60,12 @@ def _loads_of_run(path: str | Path) -> list[list[int | float]]:
     for (layer, step), tokens in counted.items():
         if step >= middle:
             later.setdefault(layer, []).append(tokens)
+    for layer, rows in later.items():
+        if len({len(row) for row in rows}) > 1:
+            raise PlanError(
+                f"{path}: layer {layer} has not always had as many experts: the folder has several "
+                "models; give that of one"
+            )
     return [
         [sum(column) for column in zip(*rows, strict=True)] for _, rows in sorted(later.items())
     ]
@@ -73,7 +83,7 @@ def read_topology(path: str | Path) -> Topology:
     Raises:
         PlanError: The file cannot be read as that; the message says where.
     """
-    document = _read(path)
+    document = read_json(path, PlanError)
     nodes = document.get("nodes") if isinstance(document, Mapping) else None
     if not _is_list(nodes) or not nodes:
         raise PlanError(f'{path}: expected {{"nodes": [{{"id": .., ..}}, ...], "racks": [...]}}')
@@ -93,14 +103,6 @@ def read_topology(path: str | Path) -> Topology:
     )
 
 
-def _read(path: str | Path) -> Any:
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{path}: not JSON: {error}") from None
-
-
 def _ids(entries: Sequence[Any], kind: str, path: str | Path) -> list[Any]:
     ids: list[Any] = []
     for index, entry in enumerate(entries):
@@ -118,7 +120,7 @@ def _probabilities(
     found = []
     for index, entry in enumerate(entries):
         value: Any = entry.get("failure_probability")
-        if not _is_number(value) or not 0 <= value <= 1:
+        if not is_number(value) or not 0 <= value <= 1:
             raise PlanError(
                 f"{path}: {kind}[{index}].failure_probability is {json.dumps(value)}: "
                 "it must be a number in [0, 1]"
@@ -129,7 +131,3 @@ def _probabilities(
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

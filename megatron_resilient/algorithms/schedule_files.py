@@ -1,7 +1,6 @@
 """The files a schedule is made from: measured costs of a cluster, and the work of the layers."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from megatron_resilient.algorithms.cost_model import OPERATIONS, FitQuality, LinearCost, Profile
 from megatron_resilient.algorithms.stage_costs import LayerWork
 from megatron_resilient.errors import PlanError, ProfileError
+from megatron_resilient.input_files import MOST, is_number, read_json
 
 # What a layer of the file must have, and may have.
 _REQUIRED = ("a2a_bytes", "allgather_bytes", "reducescatter_bytes", "expert_flops")
@@ -40,7 +40,7 @@ def read_profile(path: str | Path) -> Profile:
     Raises:
         ProfileError: The file cannot be read as that; the message says where.
     """
-    document = _read(path, ProfileError)
+    document = read_json(path, ProfileError)
     return parse_profile(document, str(path))
 
 
@@ -67,7 +67,7 @@ def parse_profile(document: Any, where: str) -> Profile:
         if entry.get("r2") is not None:
             error = entry.get("max_relative_error")
             what = f"{where}: {name}"
-            r2 = _number(entry["r2"], f"{what}.r2", ProfileError, least=-math.inf)
+            r2 = _number(entry["r2"], f"{what}.r2", ProfileError, least=-MOST)
             if error is not None:
                 error = _number(error, f"{what}.max_relative_error", ProfileError)
             quality[name] = FitQuality(r2, error)
@@ -83,7 +83,7 @@ def read_layers(path: str | Path) -> tuple[int, list[LayerWork]]:
     Raises:
         PlanError: The file cannot be read as that; the message says where.
     """
-    document = _read(path, PlanError)
+    document = read_json(path, PlanError)
     layers = document.get("layers") if isinstance(document, Mapping) else None
     if not isinstance(layers, list) or not layers:
         raise PlanError(
@@ -114,16 +114,8 @@ def _layer(entry: Any, where: str) -> LayerWork:
 def _number(
     value: Any, what: str, error: type[ProfileError] | type[PlanError], least: float = 0.0
 ) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least:
-        allowed = "a finite number" if least == -math.inf else f"a finite number >= {least:g}"
-        raise error(f"{what} is {json.dumps(value)}: it must be {allowed}")
+    if not is_number(value) or value < least:
+        raise error(
+            f"{what} is {json.dumps(value)}: it must be a number from {least:g} to {MOST:g}"
+        )
     return float(value)
-
-
-def _read(path: str | Path, error: type[ProfileError] | type[PlanError]) -> Any:
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise error(f"{path}: not JSON: {problem}") from None

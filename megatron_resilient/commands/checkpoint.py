@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_resilient.commands.flag_types import count
+
 if TYPE_CHECKING:
     from megatron_resilient.checkpoint.diff import Difference, Side
 
@@ -44,14 +46,14 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 def _gc_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-last",
-        type=_positive,
+        type=count(most=sys.maxsize),
         metavar="N",
         help="keep the N newest checkpoints that miss no file, and let older ones go; without it "
         "and --keep-every only what no checkpoint needs goes",
     )
     parser.add_argument(
         "--keep-every",
-        type=_positive,
+        type=count(most=sys.maxsize),
         metavar="STEPS",
         help="also keep the checkpoints of steps that are multiples of STEPS",
     )
@@ -70,13 +72,6 @@ def _diff_flags(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="compare versions and shapes, and read no values"
     )
     parser.add_argument("--sizes", action="store_true", help="also say how far values are apart")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def _ls(args: argparse.Namespace) -> int:

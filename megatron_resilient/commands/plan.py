@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_resilient.errors import UnrecoverablePlanError
+from megatron_resilient.commands.flag_types import count
+from megatron_resilient.errors import ConfigError, UnrecoverablePlanError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,17 +37,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help='tokens per expert and layer: {"layers": [[tokens of expert 0, ...], ...]}, or the '
         "folder of a run of ours",
     )
-    parser.add_argument("--nodes", required=True, type=_positive, metavar="N", help="nodes")
+    parser.add_argument("--nodes", required=True, type=count(), metavar="N", help="nodes")
     parser.add_argument(
         "--slots-per-node",
         required=True,
-        type=_positive,
+        type=count(),
         metavar="C",
         help="expert replicas that a node has memory for, per layer",
     )
     parser.add_argument(
         "--min-replicas",
-        type=_positive,
+        type=count(),
         default=2,
         metavar="F",
         help="fewest replicas of an expert, as far as the slots suffice (default: 2)",
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks-per-node",
-        type=_positive,
+        type=count(),
         default=1,
         metavar="G",
         help="ranks that share a node's slots (default: 1)",
@@ -70,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="accept fewer survivable losses for max/mean tokens per rank of at most X",
     )
     parser.add_argument(
-        "--layer", type=int, default=0, metavar="L", help="layer whose placement is drawn"
+        "--layer", type=count(0), default=0, metavar="L", help="layer whose placement is drawn"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -79,9 +80,16 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 when the slots cannot hold every expert."""
     from megatron_resilient.algorithms.plan_files import read_loads, read_topology
     from megatron_resilient.algorithms.planner import make_plan, value_plan
+    from megatron_resilient.input_files import MOST_SLOTS
 
     started = time.perf_counter()
     loads = read_loads(args.loads)
+    if args.layer >= len(loads):
+        raise ConfigError(f"--layer {args.layer}: {args.loads} has layers 0 to {len(loads) - 1}")
+    if args.nodes * args.slots_per_node > MOST_SLOTS:
+        raise ConfigError(
+            f"{args.nodes:,} nodes of {args.slots_per_node:,} slots: more than {MOST_SLOTS:,}"
+        )
     topology = read_topology(args.topology) if args.topology else None
     try:
         plan = make_plan(
@@ -176,14 +184,7 @@ def _unrecoverable(args: argparse.Namespace, why: str, seconds: float) -> dict[s
     }
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
-def _show(plan: "Plan", value: "PlanValue", seconds: float, drawn_layer: int) -> None:
+def _show(plan: "Plan", value: "PlanValue", seconds: float, drawn: int) -> None:
     from rich.console import Console
 
     _, nodes, slots_per_node = plan.placement.slots.shape
@@ -203,7 +204,6 @@ def _show(plan: "Plan", value: "PlanValue", seconds: float, drawn_layer: int) ->
     if value.survival is not None:
         console.print(f"Survival of the topology's failures: {_probability(value.survival)}")
     console.print("", _layers(plan, value), "", sep="\n")
-    drawn = min(max(drawn_layer, 0), len(plan.allocations) - 1)
     console.print(f"Layer {drawn}: the experts on every node", _picture(plan, drawn), sep="\n")
 
 

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_resilient.commands.flag_types import count
+from megatron_resilient.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -52,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="allow chunks of unequal size where they gain at least 1%%",
     )
     parser.add_argument(
-        "--layer", type=int, default=0, metavar="L", help="layer whose backward pass is drawn"
+        "--layer", type=count(0), default=0, metavar="L", help="layer whose backward pass is drawn"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     profile = read_profile(args.profile)
     max_degree, layers = read_layers(args.layers)
+    if args.layer >= len(layers):
+        raise ConfigError(f"--layer {args.layer}: {args.layers} has layers 0 to {len(layers) - 1}")
     schedule = schedule_layers(profile, layers, max_degree, uneven=args.uneven_chunks)
     for reason in profile.distrust():
         print(f"megatron-resilient schedule: {args.profile}: {reason}", file=sys.stderr)
@@ -119,7 +124,6 @@ def _show(schedule: Sequence["LayerSchedule"], profile: "Profile", drawn: int) -
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_OF_FILES)
     console.print(_layers(schedule), "", _totals(schedule), "", _fit(profile), "", sep="\n")
-    drawn = min(max(drawn, 0), len(schedule) - 1)
     layer = schedule[drawn]
     console.print(
         f"Layer {drawn}, backward, {layer.backward.predicted_ms:.2f} ms", _picture(layer), sep="\n"

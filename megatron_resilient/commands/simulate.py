@@ -7,14 +7,13 @@ what is left out.
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from megatron_resilient.commands.flag_types import above_0, at_least, count
 
+if TYPE_CHECKING:
     from megatron_resilient.simulation.costs import Costs
     from megatron_resilient.simulation.trace import Trace
     from megatron_resilient.simulation.workload import Workload
@@ -23,6 +22,11 @@ HELP = "simulate goodput, cost and lost work of several systems under failures"
 
 _MIB = float(1 << 20)
 _DEFAULT_HOURS = 24.0
+_REPAIR_MINUTES = 10.0
+_EXPERTS = 64
+_MOST_NODES = 20_000  # what moves between nodes is a table of nodes by nodes
+_MOST_EXPERTS = 65_536
+_MOST_SEED = 2**63 - 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,24 +38,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     source.add_argument(
         "--mtbf",
-        type=_above(0),
+        type=above_0(),
         metavar="MIN",
         help="draw failures: minutes between two of them in the whole cluster, in the mean",
     )
     failures.add_argument(
-        "--hours", type=_above(0), metavar="H", help="how long (default: the trace, or 24)"
+        "--hours", type=above_0(), metavar="H", help="how long (default: the trace, or 24)"
     )
     failures.add_argument(
         "--start-minute",
-        type=_least(0),
+        type=at_least(0),
         default=0.0,
         metavar="MIN",
         help="of the trace (default: 0)",
     )
     failures.add_argument(
         "--repair",
-        type=_least(0),
-        default=10.0,
+        type=at_least(0),
         metavar="MIN",
         help="with --mtbf: until a lost node is replaced (default: 10)",
     )
@@ -60,62 +63,71 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     failures.add_argument(
         "--nodes-per-failure",
-        type=_least(1),
-        default=1.0,
+        type=at_least(1),
         metavar="X",
         help="with --mtbf: nodes lost at once, in the mean (default: 1)",
     )
-    failures.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn")
+    failures.add_argument(
+        "--seed", type=count(0, _MOST_SEED), default=0, metavar="S", help="of what is drawn"
+    )
 
     cluster = parser.add_argument_group("cluster and model")
     cluster.add_argument(
         "--nodes",
-        type=_count,
+        type=count(most=_MOST_NODES),
         metavar="N",
         help="of the cluster; others of a trace are spares (default: all of a trace, or 16)",
     )
-    cluster.add_argument("--ranks-per-node", type=_count, default=1, metavar="G", help="default: 1")
+    cluster.add_argument(
+        "--ranks-per-node", type=count(), default=1, metavar="G", help="default: 1"
+    )
     cluster.add_argument(
         "--slots-per-node",
-        type=_count,
+        type=count(),
         metavar="C",
         help="experts of a layer that a node has memory for; with --recommend the most that may be "
         "used (default: three for each expert)",
     )
-    cluster.add_argument("--min-replicas", type=_count, default=2, metavar="F", help="default: 2")
-    cluster.add_argument("--min-nodes", type=_count, default=1, metavar="M", help="default: 1")
+    cluster.add_argument("--min-replicas", type=count(), default=2, metavar="F", help="default: 2")
+    cluster.add_argument("--min-nodes", type=count(), default=1, metavar="M", help="default: 1")
     cluster.add_argument(
         "--loads", metavar="PATH", help="tokens per expert and layer, as for `plan`; some layers do"
     )
     cluster.add_argument(
-        "--experts", type=_count, default=64, metavar="E", help="without --loads (default: 64)"
+        "--experts",
+        type=count(most=_MOST_EXPERTS),
+        metavar="E",
+        help="without --loads (default: 64)",
     )
     cluster.add_argument(
         "--zipf",
-        type=_least(0),
-        default=1.0,
+        type=at_least(0),
         metavar="S",
         help="without --loads: the i-th hottest expert gets tokens like i^-S (default: 1)",
     )
     cluster.add_argument(
-        "--moe-layers", type=_count, metavar="L", help="of the model (default: those of the loads)"
+        "--moe-layers", type=count(), metavar="L", help="of the model (default: those of the loads)"
     )
     cluster.add_argument(
         "--expert-mib",
-        type=_least(0),
+        type=at_least(0),
         default=2.25,
         metavar="X",
         help="state of one expert of one layer, moments included (default: 2.25)",
     )
     cluster.add_argument(
         "--dense-mib",
-        type=_least(0),
+        type=at_least(0),
         default=15.0,
         metavar="X",
         help="all other state (default: 15)",
     )
     cluster.add_argument(
-        "--microbatches", type=int, default=0, metavar="M", help="of a step (default: share evenly)"
+        "--microbatches",
+        type=count(0),
+        default=0,
+        metavar="M",
+        help="of a step (default: share evenly)",
     )
     cluster.add_argument(
         "--distributed-optimizer",
@@ -123,7 +135,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="dense optimizer state is kept by one rank, and by its guardian",
     )
     cluster.add_argument(
-        "--price", type=_least(0), default=0.0, metavar="X", help="of one node for an hour"
+        "--price", type=at_least(0), default=0.0, metavar="X", help="of one node for an hour"
     )
 
     costs = parser.add_argument_group("costs")
@@ -134,7 +146,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument(
         "--step-seconds",
-        type=_above(0),
+        type=above_0(),
         metavar="S",
         help="a step of stock on all nodes, with even loads (default: the calibration's)",
     )
@@ -150,16 +162,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: all but groups)",
     )
     systems.add_argument(
-        "--save-interval", type=_count, metavar="STEPS", help="default: what pays for each"
+        "--save-interval", type=count(), metavar="STEPS", help="default: what pays for each"
     )
     systems.add_argument(
         "--checkpoint-experts",
-        type=_count,
+        type=count(),
         metavar="K",
         help="in saves of +pec (default: as few as --lost-tokens allows)",
     )
     systems.add_argument(
-        "--lost-tokens", type=_least(0), default=0.0375, metavar="X", help="default: 0.0375"
+        "--lost-tokens", type=at_least(0), default=0.0375, metavar="X", help="default: 0.0375"
     )
     systems.add_argument(
         "--require-exact",
@@ -182,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_resilient.simulation.systems import DEFAULT_SYSTEMS, parse_system
 
     started = time.perf_counter()
+    _refuse_contradictions(args)
     systems = [parse_system(name) for name in args.system or DEFAULT_SYSTEMS]
     costs = _costs(args)
     trace = _trace(args)
@@ -205,6 +218,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(document)
     return 0
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Refuses flags that another one makes meaningless, rather than passing over them.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    from megatron_resilient.errors import ConfigError
+
+    drawn = {
+        "--repair": args.repair,
+        "--no-repair": args.no_repair or None,
+        "--nodes-per-failure": args.nodes_per_failure,
+    }
+    made_up = {"--experts": args.experts, "--zipf": args.zipf}
+    for given, by, flags in (("--trace", args.trace, drawn), ("--loads", args.loads, made_up)):
+        useless = [name for name, value in flags.items() if value is not None]
+        if by and useless:
+            raise ConfigError(f"{' and '.join(useless)}: {given} says that; leave one of them out")
+    if args.no_repair and args.repair is not None:
+        raise ConfigError("--repair and --no-repair: give one of them")
 
 
 def _costs(args: argparse.Namespace) -> "Costs":
@@ -260,8 +295,8 @@ def _trace(args: argparse.Namespace) -> "Trace":
         args.mtbf * 60,
         begin + (seconds or _DEFAULT_HOURS * 3600),
         seed=args.seed,
-        repair_seconds=None if args.no_repair else args.repair * 60,
-        nodes_per_failure=args.nodes_per_failure,
+        repair_seconds=None if args.no_repair else _given(args.repair, _REPAIR_MINUTES) * 60,
+        nodes_per_failure=_given(args.nodes_per_failure, 1.0),
     )
     return trace.window(begin, trace.seconds - begin) if begin else trace
 
@@ -274,7 +309,8 @@ def _workload(args: argparse.Namespace, trace: "Trace") -> "Workload":
         loads = tuple(tuple(round(load) for load in row) for row in read_loads(args.loads))
     else:
         layers = min(4, args.moe_layers or 4)
-        loads = zipf_loads(layers, args.experts, args.zipf, args.seed)
+        experts, exponent = _given(args.experts, _EXPERTS), _given(args.zipf, 1.0)
+        loads = zipf_loads(layers, int(experts), exponent, args.seed)
     nodes, own = args.nodes or trace.most_nodes, args.ranks_per_node
     slots = args.slots_per_node
     if slots is None:  # three replicas of each expert, on the ranks that there are
@@ -293,28 +329,5 @@ def _workload(args: argparse.Namespace, trace: "Trace") -> "Workload":
     )
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
-def _least(least: float) -> "Callable[[str], float]":
-    def number(text: str) -> float:
-        value = float(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{value:g} is not a number of at least {least:g}")
-        return value
-
-    return number
-
-
-def _above(least: float) -> "Callable[[str], float]":
-    def number(text: str) -> float:
-        value = float(text)
-        if not least < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{value:g} is not a number above {least:g}")
-        return value
-
-    return number
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from megatron_resilient.errors import ConfigError
+from megatron_resilient.input_files import LEAST_ABOVE_0, MOST, read_json
 
 GIB = float(1 << 30)
+_NUMBER_OF_NODES = re.compile(r"[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,15 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, value in _numbers(self):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} is {value}: it must be a finite number, not below 0")
-        if not (self.step_seconds > 0 and self.overlap_speedup > 0 and self.expert_share <= 1):
+            if not 0 <= value <= MOST:
+                raise ConfigError(f"{name} is {value}: it must be a number from 0 to {MOST:g}")
+        least = min(self.step_seconds, self.overlap_speedup)
+        if least < LEAST_ABOVE_0 or self.expert_share > 1:
             raise ConfigError(
                 "step_seconds and overlap_speedup must be above 0, expert_share at most 1"
             )
-
         for nodes, relative in self.relative_steps.items():
-            if not (nodes.isdecimal() and int(nodes) >= 1 and relative > 0):
+            if not (_NUMBER_OF_NODES.fullmatch(nodes) and relative >= LEAST_ABOVE_0):
                 raise ConfigError(
                     f"relative_steps has {nodes!r}: {relative}: expected a number of nodes, and a "
                     "number above 0"
@@ -124,10 +126,12 @@ class Costs:
             by_batch: the same for any number of nodes, if only the batch matters.
         """
         if not self.relative_steps:
-            return None
+            return by_batch(nodes)
         known = sorted((int(size), value) for size, value in self.relative_steps.items())
         sizes, values = [size for size, _ in known], [value for _, value in known]
-        return float(np.interp(nodes, sizes, values))
+        nearest = min(max(nodes, sizes[0]), sizes[-1])
+        measured = float(np.interp(nearest, sizes, values))
+        return measured * by_batch(nodes) / by_batch(nearest)
 
     def to_plain(self) -> dict[str, Any]:
         """Returns them as a calibration file has them."""
@@ -142,11 +146,7 @@ def read_costs(path: str | Path) -> Costs:
     Raises:
         ConfigError: it is something else; the message says where.
     """
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
-    values = _known(document, Costs, str(path))
+    values = _known(read_json(path, ConfigError), Costs, str(path))
     for name in ("stock_save", "our_save"):
         if name in values:
             values[name] = SaveCost(**_known(values[name], SaveCost, f"{path}: {name}"))
@@ -172,7 +172,10 @@ def _known(document: Any, kind: type[Costs] | type[SaveCost], where: str) -> dic
         if name == "relative_steps":
             if not (isinstance(value, Mapping) and all(map(_is_number, value.values()))):
                 raise ConfigError(f"{where}: {name} must be an object of numbers by nodes")
-        elif not (_is_number(value) or name in ("stock_save", "our_save", "source")):
+        elif name == "source":
+            if not isinstance(value, str):
+                raise ConfigError(f"{where}: {name} is {json.dumps(value)}: it must be a text")
+        elif name not in ("stock_save", "our_save") and not _is_number(value):
             raise ConfigError(f"{where}: {name} is {json.dumps(value)}: it must be a number")
     return dict(document)
 

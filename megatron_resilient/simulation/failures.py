@@ -6,7 +6,10 @@ import math
 import numpy as np
 
 from megatron_resilient.errors import TraceError
-from megatron_resilient.simulation.trace import NodeEvent, Trace
+from megatron_resilient.simulation.trace import MOST_NODES, NodeEvent, Trace
+
+# Some minutes of simulation; a month of a thousand nodes has 8,700.
+MOST_EVENTS = 1_000_000
 
 
 def draw_failures(
@@ -35,6 +38,8 @@ def draw_failures(
     Raises:
         TraceError: numbers that cannot be.
     """
+    if nodes > MOST_NODES:
+        raise TraceError(f"{nodes:,} nodes: more than {MOST_NODES:,}")
     if nodes < 1 or not mtbf_seconds > 0 or not 0 < seconds < math.inf:
         raise TraceError(
             f"{nodes} nodes that fail every {mtbf_seconds:g} s for {seconds:g} s cannot be"
@@ -58,6 +63,11 @@ def draw_failures(
         now = min(failure, arrival)
         if now >= seconds:
             break
+        if len(events) > nodes + MOST_EVENTS:
+            raise TraceError(
+                f"a failure every {mtbf_seconds / 60:g} minutes for {seconds / 3600:g} hours: more "
+                f"than {MOST_EVENTS:,} events; simulate a shorter time, or rarer failures"
+            )
         if arrival <= failure:
             heapq.heappop(replacements)
             named += 1

@@ -10,6 +10,8 @@ from megatron_resilient.errors import TraceError
 
 # `leave` is a departure that is told before: state can be handed over. `remove` is a loss.
 Kind = Literal["add", "remove", "leave"]
+# More nodes than these take too much memory.
+MOST_NODES = 1_000_000
 
 
 class NodeEvent(NamedTuple):

@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_resilient.errors import TraceError
-from megatron_resilient.simulation.trace import Kind, NodeEvent, Trace
+from megatron_resilient.input_files import MOST, read_text
+from megatron_resilient.simulation.trace import MOST_NODES, Kind, NodeEvent, Trace
 
 HEADER = "seconds,event,node"
 _KINDS: dict[str, Kind] = {"add": "add", "remove": "remove", "leave": "leave"}
@@ -33,7 +34,7 @@ def read_trace(path: str | Path, seed: int = 0) -> Trace:
     Raises:
         TraceError: it is none of these; the message says where.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = read_text(path, TraceError).splitlines()
     rows = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise TraceError(f"{path}: no events")
@@ -69,7 +70,7 @@ def _rows(rows: Sequence[tuple[int, str]], unit: float, path: str) -> Iterator[N
             at, kind, node = float(parts[0]) * unit, _KINDS[parts[1]], parts[2]
         except (ValueError, KeyError, IndexError):
             at, kind, node = -1.0, "add", ""
-        if not (at >= 0 and node and len(parts) == 3):
+        if not (0 <= at <= MOST and node and len(parts) == 3):
             raise TraceError(
                 f"{path}: line {number} is {line[:60]!r}: expected a time, one of "
                 f"{', '.join(_KINDS)}, and the name of a node"
@@ -85,10 +86,12 @@ def _intervals(rows: Sequence[tuple[int, str]], path: str) -> tuple[list[NodeEve
             milliseconds, kind, what = json.loads(line)
             at = float(milliseconds) / 1000
             end = at + float(what["duration"]) / 1000
-            nodes = [str(node) for node in what["nodes"]]
+            # A text would be one node for each of its letters.
+            if not (isinstance(what["nodes"], list) and 0 <= at <= end <= MOST):
+                raise ValueError
             if kind != "no-op":
-                events += [NodeEvent(at, _KINDS[kind], node) for node in nodes]
-        except (ValueError, KeyError, TypeError):
+                events += [NodeEvent(at, _KINDS[kind], str(node)) for node in what["nodes"]]
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise TraceError(
                 f"{path}: line {number} is {line[:60]!r}: expected "
                 '[milliseconds, "add", "remove" or "no-op", {"nodes": [...], "duration": ..}]'
@@ -115,6 +118,8 @@ def _counts(rows: Sequence[tuple[int, str]], path: str, seed: int) -> tuple[list
             )
         while counted and counted[-1][0] >= at:
             counted.pop()
+        if len(match[3]) > 9 or int(match[3]) > MOST_NODES:
+            raise TraceError(f"{path}: line {number} has more than {MOST_NODES:,} nodes")
         counted.append((at, int(match[3])))
     draw = random.Random(seed)
     present: list[str] = []

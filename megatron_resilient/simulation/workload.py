@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_resilient.errors import PlanError
+from megatron_resilient.input_files import MOST_SLOTS
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Workload:
             )
         if not self.loads or len({len(row) for row in self.loads}) != 1 or not self.loads[0]:
             raise PlanError("loads must have at least one layer, all with as many experts")
+        if self.nodes * self.slots_per_node > MOST_SLOTS:
+            raise PlanError(
+                f"{self.nodes:,} nodes of {self.slots_per_node:,} slots: more than {MOST_SLOTS:,}"
+            )
         if self.nodes * self.slots_per_node < self.experts:
             raise PlanError(
                 f"{self.experts} experts do not fit into {self.nodes} nodes of "

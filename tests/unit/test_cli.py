@@ -79,3 +79,21 @@ def test_an_answer_becomes_the_exit_status(monkeypatch):
     for answer in (0, 1):
         monkeypatch.setattr(doctor, "run", lambda args, answer=answer: answer)
         assert cli.main(["doctor"]) == answer
+
+
+def test_no_memory_and_ctrl_c_are_no_tracebacks(monkeypatch, capsys):
+    def fail(args):
+        raise MemoryError("Unable to allocate 72 GiB")
+
+    def stop(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", fail)
+    assert cli.main(["doctor"]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "megatron-resilient doctor: out of memory: ask for less: Unable to allocate 72 GiB\n"
+    )
+    monkeypatch.setattr(doctor, "run", stop)
+    assert cli.main(["doctor"]) == 130
+    assert not capsys.readouterr().err

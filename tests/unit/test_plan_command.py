@@ -147,11 +147,16 @@ def test_experts_that_do_not_fit_are_the_answer_no(loads_file, capsys):
         ('{"layers": [[1], [1, -2]]}', r"layers\[1\]\[1\] is -2"),
         ('{"layers": [[1, true]]}', r"layers\[0\]\[1\] is true"),
         ('{"layers": [[NaN]]}', r"layers\[0\]\[0\] is NaN"),
+        ('{"layers": [[1, 1e300]]}', r"layers\[0\]\[1\] is 1e.300"),
+        (f'{{"layers": [[{10**400}]]}}', r"layers\[0\]\[0\] is 1000"),
+        ('{"layers": [[6e17, 6e17]]}', r"layers\[0\] has 1.2e.18 tokens"),
+        ("[" * 100_000, "not JSON"),
+        ("\udcff", "no text in UTF-8, from byte 0"),
     ],
 )
 def test_loads_that_cannot_be_read(tmp_path, capsys, text, message):
     path = tmp_path / "loads.json"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     assert plan(path, "--json") == 2
     captured = capsys.readouterr()
     assert not captured.out
@@ -192,6 +197,10 @@ def test_loads_of_a_run(tmp_path, capsys):
     assert read_loads(tmp_path) == [[9, 33], [12, 44]]
     assert plan(tmp_path) == 0
     assert "5 nodes of 3 slots" in capsys.readouterr().out
+    with EventLog(tmp_path, rank=0) as log:
+        log.emit("expert_load", 40, layer=3, tokens=[1, 2, 3], steps=10)
+    assert plan(tmp_path) == 2
+    assert "layer 3 has not always had as many experts" in capsys.readouterr().err
     assert plan(tmp_path / "absent") == 2
     (tmp_path / "empty").mkdir()
     assert plan(tmp_path / "empty") == 2
@@ -201,9 +210,15 @@ def test_loads_of_a_run(tmp_path, capsys):
 def test_missing_file_and_wrong_flags(loads_file, tmp_path, capsys):
     assert plan(tmp_path / "absent.json") == 2
     assert "absent.json" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        plan(loads_file, nodes=0)
-    assert stopped.value.code == 2
+    for wrong in (0, "x", 100_000_000):
+        with pytest.raises(SystemExit) as stopped:
+            plan(loads_file, nodes=wrong)
+        assert stopped.value.code == 2
+    capsys.readouterr()
+    assert plan(loads_file, "--layer", str(len(LOADS))) == 2
+    assert f"has layers 0 to {len(LOADS) - 1}" in capsys.readouterr().err
+    assert plan(loads_file, nodes=1_000_000, slots=1_000_000) == 2
+    assert "more than 10,000,000" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_megatron_is_imported(loads_file):

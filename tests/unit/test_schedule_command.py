@@ -191,6 +191,7 @@ def test_profiles_are_described_as_they_are_read(tmp_path):
         ({**PROFILE, "gemm": PROFILE["a2a"]}, "gemm.beta_ms_per_flop is null"),
         ({**PROFILE, "a2a": {"alpha_ms": -1, "beta_ms_per_byte": 1}}, "a2a.alpha_ms is -1"),
         ({**PROFILE, "a2a": {**PROFILE["a2a"], "r2": "x"}}, 'a2a.r2 is "x"'),
+        ({**PROFILE, "a2a": {"alpha_ms": 10**400, "beta_ms_per_byte": 1}}, "a2a.alpha_ms is 100"),
     ],
 )
 def test_profiles_that_cannot_be_read(schedule, tmp_path, capsys, profile, message):
@@ -231,6 +232,11 @@ def test_missing_files(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["schedule"])
     assert stopped.value.code == 2
+
+
+def test_a_layer_that_is_not_there(schedule, capsys):
+    assert schedule("--layer", "3") == 2
+    assert "layers.json has layers 0 to 2" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_megatron_is_imported(schedule, tmp_path):

@@ -174,6 +174,11 @@ def test_a_recommendation(capsys):
         (("--mtbf", "30", "--min-nodes", "17"), "at least 17 of 16 nodes"),
         (("--trace", "absent.csv"), "absent.csv"),
         (("--mtbf", "30", "--calibration", "absent.json"), "absent.json"),
+        (("--mtbf", "30", "--repair", "5", "--no-repair"), "--repair and --no-repair"),
+        (("--trace", "x", "--repair", "5"), "--repair: --trace says that"),
+        (("--mtbf", "5", "--loads", "x", "--experts", "8"), "--experts: --loads says that"),
+        (("--mtbf", "1e-9", "--repair", "0"), "more than 1,000,000 events"),
+        (("--mtbf", "5", "--ranks-per-node", "1000000"), "more than 10,000,000"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_2(flags, message, capsys):
@@ -206,13 +211,20 @@ def test_traces_without_an_end_or_a_node(tmp_path, capsys):
         ("--mtbf", "5", "--nodes-per-failure", "0.5"),
         ("--mtbf", "5", "--hours", "inf"),
         ("--mtbf", "5", "--price", "-1"),
+        ("--mtbf", "5", "--seed", "-1"),
+        ("--mtbf", "5", "--nodes", "x"),
+        ("--mtbf", "5", "--nodes", "100000000"),
+        ("--mtbf", "5", "--expert-mib", "1e300"),
+        ("--mtbf", "5", "--step-seconds", "1e-300"),
     ],
 )
 def test_wrong_usage(flags, capsys):
     with pytest.raises(SystemExit) as stopped:
         simulate(*flags)
     assert stopped.value.code == 2
-    assert "usage: megatron-resilient simulate" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: megatron-resilient simulate" in printed
+    assert "invalid" not in printed  # argparse's own words name a function of ours
 
 
 def test_neither_torch_nor_megatron_is_imported():

@@ -63,9 +63,19 @@ def test_calibrations_that_cannot_be(tmp_path, document, message):
     with pytest.raises(ConfigError, match=message) as raised:
         read_costs(path)
     assert str(raised.value).startswith(str(path))
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
+    for text in (b"{", b"[" * 100_000, b'{"a": ' + 5000 * b"9" + b"}"):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match="not JSON"):
+            read_costs(path)
+    path.write_bytes(b"{}\xff")
+    with pytest.raises(ConfigError, match="no text in UTF-8, from byte 2 on"):
         read_costs(path)
+
+
+def test_the_mark_of_windows_is_passed_over(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text('{"restart_seconds": 60}', encoding="utf-8-sig")
+    assert read_costs(path).restart_seconds == 60
 
 
 def test_names_of_systems_are_those_that_they_are_parsed_from():
@@ -170,6 +180,10 @@ def test_groups_fit_nodes():
     assert stock_group_ranks(own) == 12  # 6 would be a node and a half
     with pytest.raises(PlanError, match="groups needs 3 nodes"):
         Policy(parse_system("groups"), replace(own, nodes=2), PLAIN)
+    seven = workload(nodes=4, experts=7, slots=4, ranks_per_node=2)
+    with pytest.raises(PlanError, match="no expert-parallel group for 7 experts on nodes of 2"):
+        stock_group_ranks(seven)
+    assert stock_group_ranks(replace(seven, slots_per_node=14)) == 1
 
 
 # Policies.
@@ -180,10 +194,6 @@ def test_steps_follow_imbalance_and_overlap():
         PLAIN, expert_share=0.5, step_seconds=2.0, overlap_speedup=2.0, resilience_overhead=0.1
     )
     own = workload(nodes=4, experts=8, slots=4, loads=((700, *[100] * 7),) * 2)
-    seven = workload(nodes=4, experts=7, slots=4, ranks_per_node=2)
-    with pytest.raises(PlanError, match="no expert-parallel group for 7 experts on nodes of 2"):
-        stock_group_ranks(seven)
-    assert stock_group_ranks(replace(seven, slots_per_node=14)) == 1
     stock = Policy(parse_system("restart"), own, costs)
     # Groups of two ranks, the first with 1000 of 1400 tokens.
     assert stock.placements.imbalance(4) == pytest.approx(10 / 7)

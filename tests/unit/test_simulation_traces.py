@@ -50,6 +50,15 @@ def test_our_csv(tmp_path):
     assert trace.mean_seconds_between_losses == 90
 
 
+def test_files_of_windows(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"\xef\xbb\xbfseconds,event,node\r\n0,add,a\r\n0,add,b\r\n9,remove,b\r\n")
+    assert read_trace(path).changes == (Change(9, lost=("b",)),)
+    path.write_text("seconds,event,node\n", encoding="utf-16")
+    with pytest.raises(TraceError, match=r"trace\.csv: no text in UTF-8"):
+        read_trace(path)
+
+
 def test_milliseconds_of_bamboo_and_oobleck(tmp_path):
     trace = read_trace(written(tmp_path, "0,add,node1\n0,add,node2\n300000,remove,node2\n"))
     assert trace.start == ("node1", "node2")
@@ -93,6 +102,11 @@ def test_counts_go_back_where_a_later_row_knows_better(tmp_path):
         ("seconds,event,node\n5,add,a\n4,add,b\n", "an event at 4 s after one at 5 s"),
         ('[0, "add", {"nodes": ["a"]}]', "line 1"),
         ('[0, "fly", {"nodes": ["a"], "duration": 1}]', "line 1"),
+        ('[0, "add", {"nodes": "ab", "duration": 1}]', "line 1"),
+        ('[0, "add", {"nodes": ["a"], "duration": NaN}]', "line 1"),
+        ("[" * 100_000, "line 1"),
+        ("seconds,event,node\n0,add,a\ninf,remove,a\n", "line 3"),
+        ("2021-12-11, 12:00:00, 999999999", "line 1 has more than 1,000,000 nodes"),
         ("2021-12-11, 12:00:00, 3\n2021-12-11, 25:00:00, 3", "line 2"),
         ("2021-12-11, 12:00:00, 3\nend", "line 2"),
     ],
