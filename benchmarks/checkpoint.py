@@ -43,6 +43,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint.dtypes import ELEMENT_BYTES
+from megatron_resilient.commands.flag_types import count
 from tests.support.pretrain_pool import PretrainPool
 
 STALL_BAR = 0.02
@@ -314,11 +315,11 @@ def show(experts: int, all_measured: dict[str, Measured], args: argparse.Namespa
 def main() -> int:
     """Measures and prints tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--saves", type=int, default=3, help="of a run; default: %(default)s")
-    parser.add_argument("--interval", type=int, default=8, help="steps between saves")
+    parser.add_argument("--ranks", type=count(), default=2, help="default: %(default)s")
+    parser.add_argument("--experts", type=count(), nargs="+", default=[8, 16])
+    parser.add_argument("--rounds", type=count(), default=2, help="default: %(default)s")
+    parser.add_argument("--saves", type=count(), default=3, help="of a run; default: %(default)s")
+    parser.add_argument("--interval", type=count(), default=8, help="steps between saves")
     parser.add_argument("--dir", help="folder to save in; default: that of temporary files")
     args = parser.parse_args()
     kept = True

@@ -34,6 +34,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.overlap_cases import CASES, MIB, NO_OVERLAP
+from megatron_resilient.commands.flag_types import count
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -184,7 +185,7 @@ def judge(told: list[dict[str, Any]], passes: list[Pass]) -> bool:
 def main() -> int:
     """Measures, prints, judges."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--repetitions", type=count(), default=7, help="default: %(default)s")
     parser.add_argument(
         "--cases", type=int, nargs="*", default=[], help="numbers of layers; default: all"
     )

@@ -34,6 +34,7 @@ from rich.table import Table
 from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_resilient.commands.flag_types import count
 from megatron_resilient.telemetry import read_events
 from megatron_resilient.telemetry.summary import MAIN_LOSS
 from tests.support.pretrain_pool import PretrainPool
@@ -184,7 +185,7 @@ def main() -> int:
     """Measures, prints a table and what it says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="at least 2; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--steps", type=count(), default=200, help="default: %(default)s")
     parser.add_argument(
         "--faults",
         type=int,

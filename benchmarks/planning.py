@@ -36,6 +36,7 @@ from megatron_resilient.algorithms.recovery_probability import (
 )
 from megatron_resilient.algorithms.replication import allocate_replicas
 from megatron_resilient.algorithms.topology import NO_RACK, Topology
+from megatron_resilient.commands.flag_types import count
 from tests.support import planning_oracles as oracles
 
 LAYERS, EXPERTS, NODES, SLOTS, MIN_REPLICAS = 60, 256, 1000, 8, 2
@@ -249,8 +250,8 @@ def main() -> int:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("speed", "placement", "optimum"), help="one part")
-    parser.add_argument("--draws", type=int, default=20, help="random loads per model")
-    parser.add_argument("--topologies", type=int, default=150, help="random topologies")
+    parser.add_argument("--draws", type=count(), default=20, help="random loads per model")
+    parser.add_argument("--topologies", type=count(), default=150, help="random topologies")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     kept = True

@@ -29,6 +29,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_resilient.patches import REGISTRY
 
+from megatron_resilient.commands.flag_types import count
 from tests.support.pretrain_pool import PretrainPool, Result
 
 RANKS = 4
@@ -90,8 +91,10 @@ def measure(rounds: int, steps: int) -> list[dict[str, Turn]]:
 def main() -> int:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=30, help="of each turn; default: %(default)s")
+    parser.add_argument("--rounds", type=count(), default=9, help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=count(), default=30, help="of each turn; default: %(default)s"
+    )
     args = parser.parse_args()
     measured = measure(args.rounds, args.steps)
 

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_resilient.commands.flag_types import count
 from megatron_resilient.telemetry import Event
 from tests.support.pretrain_pool import flags
 from tools.training_job import TrainingJob, torchrun
@@ -184,7 +185,9 @@ def show(stop: Stop) -> str:
 def main() -> int:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=3, help="of each job; default: %(default)s")
+    parser.add_argument(
+        "--kills", type=count(), default=3, help="of each job; default: %(default)s"
+    )
     args = parser.parse_args()
     # Whatever ends the benchmark unwinds the stack, and with it ends the job.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,12 +34,14 @@ from benchmarks.replay_calibrate import calibrate_ours, calibrate_restart
 from benchmarks.replay_costs import best_interval, predict
 from benchmarks.replay_report import Judged, console, show, show_costs, write
 from benchmarks.replay_run import replay
-from benchmarks.replay_systems import BATCH, NODES, Ours, Restart
+from benchmarks.replay_systems import BATCH, GROUP, NODES, Ours, Restart
+from megatron_resilient.commands.flag_types import above_0, count, folder
+from megatron_resilient.errors import ConfigError
 from megatron_resilient.simulation.costs import Costs, read_costs, write_costs
 from megatron_resilient.simulation.failures import draw_failures
 from megatron_resilient.simulation.trace import Trace
 from megatron_resilient.simulation.trace_files import read_trace
-from tools.reproduce.spot_segment import MINUTES, default_trace, ten_of
+from tools.reproduce.spot_segment import MINUTES, default_trace, ten_of, trace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 0.15
@@ -105,24 +108,27 @@ def judge(name: str, trace: Trace, costs: Costs, interval: int, scratch: Path) -
     return found
 
 
-def main() -> int:
-    """Calibrates, predicts, plays, and compares."""
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Trace]:
+    """Returns flags and the trace; what cannot be played ends with status 2, before any process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--trace", type=Path, default=default_trace(ROOT), help="default: Bamboo's, if there"
+        "--trace", type=trace_file, default=default_trace(ROOT), help="default: Bamboo's, if there"
     )
     parser.add_argument("--generated", action="store_true", help="draw failures instead")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    parser.add_argument("--seed", type=count(0), default=0, help="of what is drawn; default: 0")
     parser.add_argument(
-        "--minutes", type=float, default=float(MINUTES), help="of the trace; default: %(default)g"
+        "--minutes",
+        type=above_0(),
+        default=float(MINUTES),
+        help="of the trace; default: %(default)g",
     )
     parser.add_argument(
-        "--speed-up", type=float, default=20.0, help="of its time; default: %(default)g"
+        "--speed-up", type=above_0(), default=20.0, help="of its time; default: %(default)g"
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "replay", help="default: %(default)s"
+        "--out", type=folder, default=ROOT / "runs" / "replay", help="default: %(default)s"
     )
     parser.add_argument("--costs", type=Path, help="folder of an earlier call: its costs")
     parser.add_argument("--calibrate-only", action="store_true", help="write costs, play nothing")
@@ -131,20 +137,38 @@ def main() -> int:
         choices=list(SYSTEMS),
         help="play this one only; what an earlier call with this --out knows of the other is used",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.calibrate_only and args.costs:
+        parser.error("--calibrate-only and --costs: costs are measured, or those of a folder")
+    played = [args.system] if args.system else list(SYSTEMS)
+    # How often both save follows from the costs of restart, which must be known by then.
+    known = {*played, "restart"} if args.costs else {"restart"} - set(played)
+    for name in sorted(known) if not args.calibrate_only else ():
+        try:
+            read_costs((args.costs or args.out) / f"{name}.json")
+        except (ConfigError, OSError) as error:
+            parser.error(f"no costs of {name}: {error}: calibrate it first")
+    trace = sped_up(trace_of(args), args.speed_up)
+    if len(trace.start) < GROUP:
+        parser.error(f"{trace.source}: begins with {len(trace.start)} nodes: {GROUP} are needed")
+    return args, trace
+
+
+def main() -> int:
+    """Calibrates, predicts, plays, and compares."""
+    args, trace = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     # Whatever ends the benchmark unwinds the stack, and with it ends the jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("replay: it took too long"))
     started = time.monotonic()
-    trace = sped_up(trace_of(args), args.speed_up)
-    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+    with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         try:
             for name in [args.system] if args.system else SYSTEMS:
-                one(name, trace, args, Path(folder))
+                one(name, trace, args, Path(scratch))
         except (RuntimeError, TimeoutError):
             # The logs tell why: they stay, and the error goes on.
-            shutil.copytree(folder, args.out / "failed", dirs_exist_ok=True)
+            shutil.copytree(scratch, args.out / "failed", dirs_exist_ok=True)
             raise
     if not all((args.out / f"{name}.json").exists() for name in SYSTEMS):
         console.print(f"{args.out}: the other system is still to be played")
@@ -152,6 +176,9 @@ def main() -> int:
     costs = {name: read_costs(args.out / f"{name}.json") for name in ("ours", "restart")}
     show_costs(costs)
     if args.calibrate_only:
+        return 0
+    if not all((args.out / f"{name}-judged.json").exists() for name in SYSTEMS):
+        console.print(f"{args.out}: the other system is still to be played")
         return 0
     judged = {name: Judged.read(args.out / f"{name}-judged.json") for name in costs}
     write(args.out, judged, trace)

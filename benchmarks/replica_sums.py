@@ -24,6 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.plugin_overhead import WARMUP_STEPS, Turn, compared
+from megatron_resilient.commands.flag_types import count
 from tests.support.pretrain_pool import PretrainPool
 
 RANKS = 4
@@ -59,8 +60,10 @@ def measure(rounds: int, steps: int) -> list[dict[str, Turn]]:
 def main() -> int:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=20, help="of each turn; default: %(default)s")
+    parser.add_argument("--rounds", type=count(), default=6, help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=count(), default=20, help="of each turn; default: %(default)s"
+    )
     args = parser.parse_args()
     measured = measure(args.rounds, args.steps)
 

@@ -35,6 +35,7 @@ from benchmarks.steady_state_steps import (
     is_first_of_block,
     is_on,
 )
+from megatron_resilient.commands.flag_types import count
 from tests.support.pretrain_pool import flags
 from tools.training_job import TrainingJob
 
@@ -142,7 +143,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 def main() -> int:
     """Measures and prints tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=40, help="of blocks; default: %(default)s")
+    parser.add_argument("--pairs", type=count(), default=40, help="of blocks; default: %(default)s")
     args = parser.parse_args()
     console = Console(width=110, highlight=False)
     costs = {}

@@ -58,6 +58,7 @@ from soak_watch import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_resilient.checkpoint import directory as places
 from megatron_resilient.checkpoint.verify import damage
+from megatron_resilient.commands.flag_types import above_0
 from megatron_resilient.elastic import launcher
 from megatron_resilient.elastic.limits import Limits
 from megatron_resilient.elastic.protocol import TOKEN_VARIABLE
@@ -692,10 +693,10 @@ def begin(folder: Path) -> None:
 def main() -> int:
     """Runs it all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="default: %(default)g")
+    parser.add_argument("--minutes", type=above_0(), default=30.0, help="default: %(default)g")
     parser.add_argument("--seed", type=int, default=1, help="of all draws; default: %(default)s")
     parser.add_argument(
-        "--mean-seconds", type=float, default=60.0, help="between strikes; default: %(default)g"
+        "--mean-seconds", type=above_0(), default=60.0, help="between strikes; default: %(default)g"
     )
     parser.add_argument("--dir", type=Path, default=Path("soak_run"), help="default: %(default)s")
     args = parser.parse_args()

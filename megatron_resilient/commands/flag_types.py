@@ -1,7 +1,9 @@
 """Types of flags: what is no such number is refused with a message that says which ones are."""
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_resilient.input_files import LEAST_ABOVE_0, MOST
 
@@ -34,6 +36,18 @@ def at_least(least: float) -> Callable[[str], float]:
 def above_0() -> Callable[[str], float]:
     """Returns the type of a finite number above 0."""
     return _number(LEAST_ABOVE_0, "a number above 0")
+
+
+def folder(text: str) -> Path:
+    """The type of a folder for results: it is made, so that what takes long is not lost."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written to")
+    return path
 
 
 def _number(least: float, what: str) -> Callable[[str], float]:

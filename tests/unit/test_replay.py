@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from benchmarks.replay import parse
 from benchmarks.replay_accounts import Mark, Members, kept, sped_up, without_notice
 from benchmarks.replay_costs import (
     Session,
@@ -19,7 +20,7 @@ from benchmarks.replay_costs import (
 from benchmarks.replay_plot import plot
 from benchmarks.replay_report import Judged
 from benchmarks.replay_run import Recording
-from megatron_resilient.simulation.costs import Costs
+from megatron_resilient.simulation.costs import Costs, write_costs
 from megatron_resilient.simulation.trace import NodeEvent, Trace
 from tools import forked_ranks
 
@@ -201,3 +202,39 @@ def test_what_was_judged_is_read_as_it_was_written(tmp_path):
     assert judged.off == pytest.approx(0.1)
     # Five of the thirty steps that the time has room for.
     assert judged.goodput(judged.samples) == pytest.approx(5 / 30)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--minutes", "-1"), "'-1' is not a number above 0"),
+        (("--speed-up", "0"), "'0' is not a number above 0"),
+        (("--trace", "absent"), "absent: No such file"),
+        (("--trace", __file__), "line 1 is"),
+        (("--costs", "absent"), "no costs of ours"),
+        (("--costs", "absent", "--system", "restart"), "no costs of restart"),
+        (("--system", "ours"), "no costs of restart"),
+        (("--costs", "absent", "--calibrate-only"), "--calibrate-only and --costs"),
+    ],
+)
+def test_what_cannot_be_played_is_said_before_any_process(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--out", str(tmp_path), *flags])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_that_begins_with_too_few_nodes(tmp_path, capsys):
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,event,node\n0,add,a\n60,add,b\n")
+    with pytest.raises(SystemExit):
+        parse(["--out", str(tmp_path), "--trace", str(path)])
+    assert "begins with 1 nodes: 2 are needed" in capsys.readouterr().err
+
+
+def test_costs_of_an_earlier_call_are_found(tmp_path):
+    for name in ("ours", "restart"):
+        write_costs(Costs(), tmp_path / f"{name}.json")
+    args, trace = parse(["--generated", "--costs", str(tmp_path), "--out", str(tmp_path / "new")])
+    assert args.out.is_dir()
+    assert trace.seconds == pytest.approx(80 * 60 / 20)

@@ -63,3 +63,42 @@ def test_what_the_readme_says_of_figures_stands_on_their_page():
     assert len(rows) == 8
     assert not set(rows) - set(page)
     assert f"has {sum(map(len, book.programs().values()))} figures" in section
+
+
+@pytest.mark.parametrize("wrong", [("--draws", "0"), ("--draws", "x"), ("--out", __file__)])
+def test_flags_that_no_figure_can_be_made_with(wrong, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        figure.flags("A figure.", draws=2).parse_args(wrong)
+    assert stopped.value.code == 2
+    assert wrong[1] in capsys.readouterr().err
+
+
+def test_a_page_takes_away_old_pictures_and_nothing_else(tmp_path, capsys, monkeypatch):
+    """And nothing at all before every figure is there."""
+    names = ["lazarus_one", "lazarus_two"]
+    monkeypatch.setattr(book, "programs", lambda: {"lazarus": names})
+    monkeypatch.setattr(book, "measures", lambda name: False)
+    made = []
+
+    def make(name, out):
+        made.append(name)
+        (out / f"{name}.png").write_bytes(b"")
+        one = Figure(name, "Table 9", "Nine.", (), (), (f"{name}.png",))
+        figure.publish(out, one)
+        return True
+
+    monkeypatch.setattr(book, "make", make)
+    pictures = tmp_path / "docs" / "figures"
+    pictures.mkdir(parents=True)
+    for name in ("old.png", "notes.txt"):
+        (pictures / name).touch()
+    flags = ("--out", str(tmp_path / "out"), "--docs", str(tmp_path / "docs"))
+    monkeypatch.setattr("sys.argv", ["book.py", *flags, "lazarus_one", "lazarus_one"])
+    assert book.main() == 0
+    assert made == ["lazarus_one"]
+    assert "has nothing yet of lazarus_two" in capsys.readouterr().out
+    assert {path.name for path in pictures.iterdir()} == {"old.png", "notes.txt"}
+    monkeypatch.setattr("sys.argv", ["book.py", *flags, "lazarus_two"])
+    assert book.main() == 0
+    kept = {path.name for path in pictures.iterdir()}
+    assert kept == {"lazarus_one.png", "lazarus_two.png", "notes.txt"}

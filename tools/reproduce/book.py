@@ -4,7 +4,7 @@
 
 Each is a program beside this one, which can be run alone. Two run at a time, but those that measure
 run alone, after the others. With names, only those run; the page is made of all that the folder
-holds.
+holds, once it has every figure.
 """
 
 import concurrent.futures
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_resilient.commands.flag_types import folder
 from tools.reproduce.figure import ROOT, Figure, flags
 
 HERE = Path(__file__).resolve().parent
@@ -101,27 +102,35 @@ def main() -> int:
     parser = flags(__doc__ or "")
     known = [name for names in programs().values() for name in names]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="default: %(default)s")
+    parser.add_argument("--docs", type=folder, default=ROOT / "docs", help="default: %(default)s")
     args = parser.parse_args()
     if unknown := set(args.names) - set(known):
         parser.error(f"no figure {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    wanted = args.names or known
+    wanted = list(dict.fromkeys(args.names)) or known
+    absent = [
+        name for name in known if name not in wanted and not (args.out / f"{name}.json").is_file()
+    ]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         others = [name for name in wanted if not measures(name)]
         made = list(pool.map(make, others, [args.out] * len(others)))
     made += [make(name, args.out) for name in wanted if measures(name)]
     if not all(made):
         return 1
+    if absent:
+        print(f"no page: {args.out} has nothing yet of {', '.join(absent)}: make these, too")
+        return 0
     minutes = (time.monotonic() - begin) / 60
     text = page(args.out, "" if args.names else f" in {minutes:.0f} minutes on two cores")
     pictures = args.docs / "figures"
-    shutil.rmtree(pictures, ignore_errors=True)  # of programs that are no more
-    pictures.mkdir(parents=True)
-    for name in known:
-        for picture in Figure.read(args.out / f"{name}.json").pictures:
-            shutil.copyfile(args.out / picture, pictures / picture)
+    pictures.mkdir(parents=True, exist_ok=True)
+    drawn = [part for name in known for part in Figure.read(args.out / f"{name}.json").pictures]
+    for picture in drawn:
+        shutil.copyfile(args.out / picture, pictures / picture)
+    for picture in pictures.glob("*.png"):
+        if picture.name not in drawn:
+            picture.unlink()  # of a program that is no more
     (args.docs / "figures.md").write_text(text, encoding="utf-8")
     print(f"{args.docs / 'figures.md'}: {len(known)} figures, {minutes:.1f} minutes")
     return 0

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 from rich.table import Table
 
+from megatron_resilient.commands.flag_types import count, folder
+
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs" / "figures"
 # Beyond this a difference from the paper must have a reason.
@@ -100,9 +102,11 @@ def flags(description: str, draws: int | None = None) -> argparse.ArgumentParser
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=OUT, help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=folder, default=OUT, help="folder (default: %(default)s)")
     if draws is not None:
-        parser.add_argument("--draws", type=int, default=draws, help="seeds (default: %(default)s)")
+        parser.add_argument(
+            "--draws", type=count(), default=draws, help="seeds (default: %(default)s)"
+        )
     return parser
 
 

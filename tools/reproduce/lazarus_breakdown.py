@@ -48,7 +48,7 @@ from tools.reproduce.lazarus_setup import (
     run,
 )
 from tools.reproduce.lazarus_spot import INTERVALS
-from tools.reproduce.spot_segment import default_trace, spot_traces
+from tools.reproduce.spot_segment import default_trace, spot_traces, trace_file
 
 MIN_REPLICAS = 2
 LINK_BYTES_PER_SECOND = 100e9 / 8
@@ -205,7 +205,9 @@ def breakdown(found: dict[str, dict[str, dict[str, float]]], known: bool) -> lis
 def main() -> int:
     """Makes the figure."""
     parser = flags(__doc__ or "", draws=10)
-    parser.add_argument("--trace", type=Path, default=default_trace(ROOT), help="p3-trace.csv")
+    parser.add_argument(
+        "--trace", type=trace_file, default=default_trace(ROOT), help="p3-trace.csv"
+    )
     args = parser.parse_args()
     traces = spot_traces(args.trace, args.draws)
     found = {

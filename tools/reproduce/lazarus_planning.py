@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_resilient.algorithms.migration import plan_migration
 from megatron_resilient.algorithms.planner import make_plan
 from megatron_resilient.algorithms.rank_plan import plan_layers
+from megatron_resilient.commands.flag_types import count
 from megatron_resilient.simulation.workload import zipf_loads
 from tools.reproduce.figure import Compared, Figure, flags, plot_bars, publish, write_csv
 
@@ -58,7 +59,7 @@ def seconds(
 def main() -> int:
     """Makes the table."""
     parser = flags(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--rounds", type=count(), default=2, help="default: %(default)s")
     args = parser.parse_args()
     rows, compared = [], []
     kinds = ("plan", "moves", "plan without balance")

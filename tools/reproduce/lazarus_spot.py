@@ -34,7 +34,13 @@ from tools.reproduce.lazarus_setup import (
     run,
     samples_over_time,
 )
-from tools.reproduce.spot_segment import MINUTES, PAPER_RATIOS, default_trace, spot_traces
+from tools.reproduce.spot_segment import (
+    MINUTES,
+    PAPER_RATIOS,
+    default_trace,
+    spot_traces,
+    trace_file,
+)
 
 POINTS = 40
 # The paper's saves for failures this frequent; ours too: only here it saves.
@@ -74,7 +80,9 @@ def of_ours(
 def main() -> int:
     """Makes the figure."""
     parser = flags(__doc__ or "", draws=10)
-    parser.add_argument("--trace", type=Path, default=default_trace(ROOT), help="p3-trace.csv")
+    parser.add_argument(
+        "--trace", type=trace_file, default=default_trace(ROOT), help="p3-trace.csv"
+    )
     args = parser.parse_args()
     traces = spot_traces(args.trace, args.draws)
     times = [MINUTES * point / POINTS for point in range(1, POINTS + 1)]

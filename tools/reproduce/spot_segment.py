@@ -6,9 +6,11 @@ ten are in use from the first minute, those four among them and the others drawn
 while there is room joins.
 """
 
+import argparse
 import random
 from pathlib import Path
 
+from megatron_resilient.errors import TraceError
 from megatron_resilient.simulation.failures import draw_failures
 from megatron_resilient.simulation.trace import NodeEvent, Trace
 from megatron_resilient.simulation.trace_files import read_trace
@@ -26,6 +28,17 @@ def default_trace(root: Path) -> Path | None:
     return path if path.is_file() else None
 
 
+def trace_file(text: str) -> Path:
+    """The type of a flag that names a trace: one that cannot be read is refused at once."""
+    try:
+        read_trace(text)
+    except TraceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return Path(text)
+
+
 def ten_of(trace: Trace, seed: int) -> Trace:
     """Returns the trace as ten places see it, that any newcomer takes if one is free."""
     burst = {
@@ -37,7 +50,7 @@ def ten_of(trace: Trace, seed: int) -> Trace:
     # Those of the burst who come later than the start keep a place free.
     first = [node for node in trace.start if node in burst]
     others = [node for node in trace.start if node not in burst]
-    first += random.Random(seed).sample(others, min(PLACES - len(burst), len(others)))
+    first += random.Random(seed).sample(others, max(0, min(PLACES - len(burst), len(others))))
     places, missing = set(first), burst.difference(first)
     events = [NodeEvent(0.0, "add", node) for node in first]
     for event in trace.events():
