@@ -1,7 +1,5 @@
 """Figures of FSMoE from the times of table 2: real models, gradients, gates."""
 
-import csv
-import sys
 from dataclasses import replace
 
 import pytest
@@ -9,8 +7,8 @@ import pytest
 from megatron_resilient.algorithms.cost_model import LinearCost
 from megatron_resilient.algorithms.gradient_partition import Window
 from megatron_resilient.simulation.overlap import TESTBED_A, TESTBED_B
+from tests.support import figures
 from tools.reproduce import fsmoe_gates, fsmoe_gradients, fsmoe_models
-from tools.reproduce.figure import Figure
 from tools.reproduce.fsmoe_setup import (
     BATCH,
     GPT2_XL,
@@ -36,13 +34,7 @@ from tools.reproduce.fsmoe_systems import (
 
 
 def made(module, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [module.__name__, "--out", str(tmp_path)])
-    assert module.main() == 0
-    name = module.__name__.split(".")[-1]
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        assert list(csv.DictReader(file))
-    return {row.what: row for row in Figure.read(tmp_path / f"{name}.json").rows}
+    return figures.by_what(figures.made(module, tmp_path, monkeypatch)[0])
 
 
 @pytest.mark.parametrize("testbed", [TESTBED_A, TESTBED_B])

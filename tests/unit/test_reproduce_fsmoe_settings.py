@@ -1,8 +1,5 @@
 """Figures of FSMoE that play settings through: fits, table 2, speed-ups, degrees."""
 
-import csv
-import sys
-
 import numpy as np
 import pytest
 
@@ -18,6 +15,7 @@ from megatron_resilient.simulation.overlap import (
     Reading,
     unit_costs,
 )
+from tests.support import figures
 from tools.reproduce import (
     fsmoe_breakdown,
     fsmoe_degrees,
@@ -25,19 +23,12 @@ from tools.reproduce import (
     fsmoe_settings,
     fsmoe_slsqp,
 )
-from tools.reproduce.figure import Figure
 from tools.reproduce.fsmoe_setup import GPT2_XL, MIXTRAL_7B
 
 
 def made(module, tmp_path, monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", [module.__name__, "--out", str(tmp_path), *flags])
-    assert module.main() == 0
-    name = module.__name__.split(".")[-1]
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows
-    return {row.what: row for row in Figure.read(tmp_path / f"{name}.json").rows}, rows
+    figure, rows = figures.made(module, tmp_path, monkeypatch, *flags)
+    return figures.by_what(figure), rows
 
 
 def test_the_printed_reading_of_each_testbed_is_there():

@@ -1,20 +1,17 @@
 """The figures of Lazarus that are simulated: they run, and say what is whose."""
 
 import csv
-import sys
 
 import pytest
 
 from megatron_resilient.simulation.failures import draw_failures
+from tests.support import figures
 from tools.reproduce import lazarus_failures, lazarus_setup, lazarus_spot, spot_segment
 from tools.reproduce.figure import Figure
 
 
 def made(module, tmp_path, monkeypatch, capsys, *flags):
-    monkeypatch.setattr(
-        sys, "argv", [module.__name__, "--out", str(tmp_path), "--draws", "1", *flags]
-    )
-    assert module.main() == 0
+    figures.made(module, tmp_path, monkeypatch, "--draws", "1", *flags)
     return capsys.readouterr().out
 
 

@@ -1,11 +1,11 @@
 """Figures of Lazarus that are made of plans: worked examples, recovery, moves, balance, time."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
+from tests.support import figures
 from tests.support import planning_oracles as oracles
 from tools.reproduce import (
     lazarus_breakdown,
@@ -15,18 +15,10 @@ from tools.reproduce import (
     lazarus_recovery,
     spot_segment,
 )
-from tools.reproduce.figure import Figure
 
 
-def made(module, tmp_path, monkeypatch, *more):
-    """Runs a program; returns its rows by what they say."""
-    monkeypatch.setattr(sys, "argv", [module.__name__, "--out", str(tmp_path), *more])
-    assert module.main() == 0
-    name = module.__name__.rsplit(".", maxsplit=1)[-1]
-    figure = Figure.read(tmp_path / f"{name}.json")
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / f"{name}.csv").stat().st_size
-    return {row.what: row for row in figure.rows}
+def made(module, tmp_path, monkeypatch, *flags):
+    return figures.by_what(figures.made(module, tmp_path, monkeypatch, *flags)[0])
 
 
 def test_worked_examples_are_exact(tmp_path, monkeypatch):

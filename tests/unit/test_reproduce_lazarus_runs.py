@@ -1,22 +1,15 @@
 """Figures of Lazarus that are long simulated runs: Tutel, and DeepSeek-V3 on many nodes."""
 
-import csv
-import sys
-
 import pytest
 
+from tests.support import figures
 from tools.reproduce import lazarus_simulation, lazarus_tutel
-from tools.reproduce.figure import Figure
 from tools.reproduce.lazarus_failures import failing
 
 
 def made(module, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [module.__name__, "--out", str(tmp_path), "--draws", "1"])
-    assert module.main() == 0
-    name = module.__name__.rsplit(".", maxsplit=1)[-1]
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        return Figure.read(tmp_path / f"{name}.json").rows, list(csv.DictReader(file))
+    figure, rows = figures.made(module, tmp_path, monkeypatch, "--draws", "1")
+    return figure.rows, rows
 
 
 def test_beside_tutel(tmp_path, monkeypatch):

@@ -1,23 +1,11 @@
 """The figures of MoC-System about lost tokens and intervals: they run, and facts that must hold."""
 
-import csv
-import sys
-
 import pytest
 
 from megatron_resilient.algorithms.lost_tokens import DynamicK, expected_share
+from tests.support.figures import made
 from tools.reproduce import moc_dynamic_k, moc_interval, moc_plt, moc_quality
-from tools.reproduce.figure import Figure
 from tools.reproduce.moc_faults import Setting, even, play
-
-
-def made(module, tmp_path, monkeypatch, *flags):
-    name = module.__name__.rsplit(".", 1)[1]
-    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path), *flags])
-    assert module.main() == 0
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        return Figure.read(tmp_path / f"{name}.json"), list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

@@ -1,22 +1,10 @@
 """The figures of MoC-System about bytes and time: they run, and facts that must hold."""
 
-import csv
-import sys
-
 import pytest
 
+from tests.support.figures import made
 from tools.reproduce import moc_bottleneck, moc_scaling, moc_sharding, moc_sizes, moc_stall
-from tools.reproduce.figure import Figure
 from tools.reproduce.moc_setup import CASES, GPT_125M, GPT_350M
-
-
-def made(module, tmp_path, monkeypatch, *flags):
-    name = module.__name__.rsplit(".", 1)[1]
-    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path), *flags])
-    assert module.main() == 0
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        return Figure.read(tmp_path / f"{name}.json"), list(csv.DictReader(file))
 
 
 def test_models_have_the_parameters_that_the_paper_says():
