@@ -41,7 +41,7 @@ from megatron_resilient.simulation.costs import Costs, read_costs, write_costs
 from megatron_resilient.simulation.failures import draw_failures
 from megatron_resilient.simulation.trace import Trace
 from megatron_resilient.simulation.trace_files import read_trace
-from tools.reproduce.spot_segment import MINUTES, default_trace, ten_of, trace_file
+from tools.reproduce.spot_segment import MINUTES, add_trace_flag, ten_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 0.15
@@ -113,9 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, T
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--trace", type=trace_file, default=default_trace(ROOT), help="default: Bamboo's, if there"
-    )
+    add_trace_flag(parser)
     parser.add_argument("--generated", action="store_true", help="draw failures instead")
     parser.add_argument("--seed", type=count(0), default=0, help="of what is drawn; default: 0")
     parser.add_argument(

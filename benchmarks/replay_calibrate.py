@@ -32,9 +32,7 @@ def calibrate_ours(folder: Path, kept: Path) -> Costs:
     """
     session, moment = Session(), random.Random(1)
     with Ours(folder, SAVE_INTERVAL) as system:
-        names = [f"a{number}" for number in range(NODES)]
-        system.start(tuple(names))
-        await_steps(system, session.recording, WARM_UP + 2 * SAVE_INTERVAL + BESIDE)
+        names = _begin(system, session)
         for number in range(4):
             _change(system, session, moment, lost=[names.pop(number)])
         _change(system, session, moment, joined=["b0", "b1", "b2", "b3"])
@@ -52,9 +50,7 @@ def calibrate_restart(folder: Path, kept: Path) -> Costs:
     """
     session, moment = Session(), random.Random(1)
     with Restart(folder, SAVE_INTERVAL) as system:
-        names = [f"a{number}" for number in range(NODES)]
-        system.start(tuple(names))
-        await_steps(system, session.recording, WARM_UP + 2 * SAVE_INTERVAL + BESIDE)
+        names = _begin(system, session)
         _change(system, session, moment, lost=[names.pop(), names.pop()])
         _change(system, session, moment, lost=[names.pop(), names.pop()])
         # All five at once, as if a node in use had been lost while four stood by.
@@ -64,6 +60,14 @@ def calibrate_restart(folder: Path, kept: Path) -> Costs:
         _settle(system, session)
     _keep(session, kept)
     return costs_of_restart(session)
+
+
+def _begin(system: System, session: Session) -> list[str]:
+    """Starts on all nodes, and waits until steps and saves are steady; returns the nodes."""
+    names = [f"a{number}" for number in range(NODES)]
+    system.start(tuple(names))
+    await_steps(system, session.recording, WARM_UP + 2 * SAVE_INTERVAL + BESIDE)
+    return names
 
 
 def _keep(session: Session, path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_spot_trace(tmp_path, monkeypatch, capsys):
 
 def test_no_spot_trace_is_compared_with_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lazarus_spot, "POINTS", 2)
-    monkeypatch.setattr(lazarus_spot, "default_trace", lambda root: None)
+    monkeypatch.setattr(spot_segment, "default_trace", lambda: None)
     made(lazarus_spot, tmp_path, monkeypatch, capsys)
     figure = Figure.read(tmp_path / "lazarus_spot.json")
     assert "drawn failures: no trace was given" in figure.text

@@ -36,7 +36,7 @@ from megatron_resilient.algorithms.recovery_probability import holders
 from megatron_resilient.algorithms.replication import allocate_replicas
 from megatron_resilient.simulation.trace import Trace
 from tests.support import planning_oracles as oracles
-from tools.reproduce.figure import ROOT, Compared, Figure, flags, plot_bars, publish, write_csv
+from tools.reproduce.figure import Compared, Figure, flags, plot_bars, publish, write_csv
 from tools.reproduce.lazarus_setup import (
     GPT_L,
     GPT_S,
@@ -48,7 +48,7 @@ from tools.reproduce.lazarus_setup import (
     run,
 )
 from tools.reproduce.lazarus_spot import INTERVALS
-from tools.reproduce.spot_segment import default_trace, spot_traces, trace_file
+from tools.reproduce.spot_segment import add_trace_flag, spot_traces
 
 MIN_REPLICAS = 2
 LINK_BYTES_PER_SECOND = 100e9 / 8
@@ -205,9 +205,7 @@ def breakdown(found: dict[str, dict[str, dict[str, float]]], known: bool) -> lis
 def main() -> int:
     """Makes the figure."""
     parser = flags(__doc__ or "", draws=10)
-    parser.add_argument(
-        "--trace", type=trace_file, default=default_trace(ROOT), help="p3-trace.csv"
-    )
+    add_trace_flag(parser)
     args = parser.parse_args()
     traces = spot_traces(args.trace, args.draws)
     found = {

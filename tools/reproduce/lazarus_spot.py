@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_resilient.simulation.trace import Trace
 from tools.reproduce.figure import (
-    ROOT,
     Compared,
     Figure,
     flags,
@@ -37,9 +36,8 @@ from tools.reproduce.lazarus_setup import (
 from tools.reproduce.spot_segment import (
     MINUTES,
     PAPER_RATIOS,
-    default_trace,
+    add_trace_flag,
     spot_traces,
-    trace_file,
 )
 
 POINTS = 40
@@ -80,9 +78,7 @@ def of_ours(
 def main() -> int:
     """Makes the figure."""
     parser = flags(__doc__ or "", draws=10)
-    parser.add_argument(
-        "--trace", type=trace_file, default=default_trace(ROOT), help="p3-trace.csv"
-    )
+    add_trace_flag(parser)
     args = parser.parse_args()
     traces = spot_traces(args.trace, args.draws)
     times = [MINUTES * point / POINTS for point in range(1, POINTS + 1)]

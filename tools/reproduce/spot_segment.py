@@ -14,6 +14,7 @@ from megatron_resilient.errors import TraceError
 from megatron_resilient.simulation.failures import draw_failures
 from megatron_resilient.simulation.trace import NodeEvent, Trace
 from megatron_resilient.simulation.trace_files import read_trace
+from tools.reproduce.figure import ROOT
 
 MINUTES = 80
 PLACES = 10
@@ -22,10 +23,17 @@ BURST_MINUTE = 34
 PAPER_RATIOS = {"GPT-S": {"DS": 2.3, "DS(FT)": 1.2}, "GPT-L": {"DS": 3.4, "DS(FT)": 1.8}}
 
 
-def default_trace(root: Path) -> Path | None:
+def default_trace() -> Path | None:
     """Returns Bamboo's P3 trace where it lies beside a checkout, else None."""
-    path = root.parent / "shared" / "data" / "bamboo" / "p3-trace.csv"
+    path = ROOT.parent / "shared" / "data" / "bamboo" / "p3-trace.csv"
     return path if path.is_file() else None
+
+
+def add_trace_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--trace`; None where none is given and Bamboo's is not there."""
+    parser.add_argument(
+        "--trace", type=trace_file, default=default_trace(), help="default: Bamboo's, if there"
+    )
 
 
 def trace_file(text: str) -> Path:
